@@ -207,6 +207,11 @@ class Attention(nn.Module):
         matmuls = sum(2 * p.numel() for name, p in self.named_parameters() if name.endswith("proj.weight"))
         return matmuls + 4 * seq_len * self.o_proj.in_features
 
+    def saved_per_token(self):
+        """Elements kept for backward by fused kernels: normed input; queries, keys, values before and after their norm;
+        the output of attention."""
+        return self.q_proj.in_features + 3 * self.q_proj.out_features + 3 * self.k_proj.out_features
+
 
 class FFN(nn.Module):
     """Pre-norm SwiGLU."""
@@ -225,6 +230,10 @@ class FFN(nn.Module):
 
     def flops_per_token(self, seq_len):
         return sum(2 * p.numel() for name, p in self.named_parameters() if name.endswith("proj.weight"))
+
+    def saved_per_token(self):
+        """Elements kept for backward: normed input; gate, its SiLU, up and their product."""
+        return self.gate_proj.in_features + 4 * self.gate_proj.out_features
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -270,6 +279,10 @@ class Pathway(nn.Module):
     def flops_per_token(self):
         """Forward FLOPs of all reads and writes of one token, residual additions not counted."""
         return 0
+
+    def saved_per_site(self):
+        """Multiples of C kept for backward per token and site by read and write: here the sublayer's input."""
+        return 1
 
     def sources(self, site):
         """Names of the sources that the read at `site` chooses from."""
@@ -358,6 +371,9 @@ class AttnRes(Pathway):
         still_open = [f"open sites {site - site % S}-{site - 1}"] if site % S else []
         return ["embedding"] + closed + still_open
 
+    def saved_per_site(self):
+        return 2                                                   # and the source it writes
+
     def flops_per_token(self):
         # per source and channel: mean square, logit and mix, each one multiply-add
         return sum(6 * self.gain.shape[-1] * len(self.sources(site)) for site in range(1, self.n_site + 1))
@@ -436,6 +452,9 @@ class DAR(AttnRes):
             p0, p1 = block
             new = new[0] + rho * p0 + (1 - rho) * p1, new[1] + (1 - rho) * p0 + rho * p1
         return self.file(history, new, site)
+
+    def saved_per_site(self):
+        return 8                                                   # and h_j, their norms, y, and a pair of entries
 
     def flops_per_token(self):
         return 2 * super().flops_per_token() + sum(2 * w.numel() for w in self.gate_weight)
@@ -638,6 +657,11 @@ class GPT(nn.Module):
         """FLOPs of training on one token: 3 times the forward's (sublayers, pathway, head)."""
         forward = sum(f.flops_per_token(self.config.seq_len) for f in self.sublayers) + self.pathway.flops_per_token()
         return 3 * (forward + 2 * self.lm_head.weight.numel())
+
+    def saved_per_token(self, checkpoint=False):
+        """Elements of activations kept for backward per token, an estimate; logits not counted."""
+        sizes = [f.saved_per_token() for f in self.sublayers]
+        return self.config.d_model * self.pathway.saved_per_site() * len(sizes) + (max(sizes) if checkpoint else sum(sizes))
 
     def describe(self):
         """The topology, a line a site: the sublayer, how many sources it reads and which."""

@@ -1,0 +1,284 @@
+"""The depth read: each rung against the one before it, and the specification against two other implementations."""
+
+import pytest
+import torch
+from attnres import attnres as fast_attnres
+from fla.ops.attnres import naive_attnres
+
+import route_kernels
+from helpers import assert_close, rel_rms, tiny_config, tokens
+from model import GPT, Add, ConfigError
+from route_kernels import RUNGS, depth_read_lean, depth_read_reference, depth_weights
+
+EPS = 1e-6
+
+
+def random_read(N, B, T, C, keys=False, seed=0, dtype=torch.float64):
+    """{name: tensor} of one read: sources v0 .., keys k0 .. if `keys`, query, gain, and a cotangent `dout`."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def random(*shape):
+        return torch.randn(*shape, generator=generator, dtype=dtype)
+
+    x = {f"v{n}": random(B, T, C) * (0.3 + n % 3) for n in range(N)}
+    if keys:
+        x |= {f"k{n}": random(B, T, C) for n in range(N)}
+    x |= {"query": random(C) * 2 / C ** 0.5, "gain": 1 + 0.3 * random(C), "dout": random(B, T, C)}
+    return x
+
+
+def pick(x, prefix):
+    return [t for name, t in x.items() if name.startswith(prefix) and name[1:].isdigit()]
+
+
+def run(read, x, heads, build=None, frozen=()):
+    """{"out": read's output, and the gradient of every tensor of x but those named in `frozen`}"""
+    x = {name: t.detach().clone().requires_grad_(name not in (*frozen, "dout")) for name, t in x.items()}
+    values, keys = build(x) if build else (pick(x, "v"), pick(x, "k") or None)
+    out = read(values, x["query"], x["gain"], heads, EPS, keys)
+    names = [name for name, t in x.items() if t.requires_grad]
+    grads = torch.autograd.grad(out, [x[name] for name in names], x["dout"], allow_unused=True)
+    return {"out": out, **{name: torch.zeros_like(x[name]) if g is None else g for name, g in zip(names, grads)}}
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# lean against the reference
+
+SIZES = [  # N, B, T, C, H, separate keys
+    (1, 1, 1, 48, 1, False),       # one source: the identity, and nothing for query and gain to learn
+    (1, 3, 17, 96, 3, True),       # the same with a key of its own, whose gradient is zero
+    (2, 1, 17, 48, 3, False),      # the first read that chooses
+    (2, 3, 17, 33, 3, True),       # odd width cut into three: K = 11
+    (2, 3, 17, 100, 1, False),     # one head; C is a multiple of 4 and of no larger power of 2
+    (33, 1, 17, 33, 1, True),      # just past 32 sources, odd width
+    (33, 3, 1, 96, 8, False),      # one token; K = 12
+    (33, 1, 17, 48, 8, True),      # narrow heads: K = 6
+    (49, 1, 17, 96, 8, False),     # the readout of 24 layers
+    (49, 3, 1, 100, 1, True),      # the same, one token and one head
+    (49, 1, 1, 48, 3, True),       # the same, one row in all
+    (2, 1, 17, 33, 33, False),     # one channel a head
+]
+
+
+@pytest.mark.parametrize("N, B, T, C, H, keys", SIZES)
+def test_lean_is_reference(N, B, T, C, H, keys):
+    x = random_read(N, B, T, C, keys)
+    found, expected = run(depth_read_lean, x, H), run(depth_read_reference, x, H)
+    assert len(found) == 1 + N * (1 + keys) + 2
+    assert_close(found, expected, 1e-12)
+
+
+def columns(t):
+    """The same values in column-major memory."""
+    return t.mT.contiguous().mT
+
+
+LAYOUTS = {
+    "one source several times": lambda x: ([x["v0"], x["v1"], x["v0"], x["v0"]], None),
+    "keys are values of another order": lambda x: ([x["v0"], x["v1"], x["v2"]], [x["v2"], x["v0"], x["v0"]]),
+    "keys are the values": lambda x: ([x["v0"], x["v1"], x["v2"]], [x["v0"], x["v1"], x["v2"]]),
+    "expanded over batch, time or channels": lambda x: (
+        [x["v0"][:1].expand(3, -1, -1), x["v1"][:, :1].expand(-1, 5, -1), x["v2"][..., :1].expand(-1, -1, 12)], None),
+    "strided": lambda x: (
+        [columns(x["v0"]), torch.cat((x["v1"], x["v2"]), 1)[:, ::2], torch.cat((x["v2"], x["v0"]), -1)[..., ::2]],
+        [x["v1"], columns(x["v2"]), torch.cat((x["v0"], x["v1"]), -1)[..., ::2]]),
+    "a tuple of slices of one tensor": lambda x: (torch.stack((x["v0"], x["v1"], x["v2"])).unbind(0), None),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_lean_is_reference_for_any_layout(layout):
+    x = random_read(3, 3, 5, 12)
+    found, expected = (run(read, x, 3, LAYOUTS[layout]) for read in (depth_read_lean, depth_read_reference))
+    assert_close(found, expected, 1e-12)
+
+
+def test_cotangent_may_be_expanded_or_strided():
+    x = random_read(3, 3, 5, 12)
+    for dout in (x["dout"][:1, :1, :1].expand(3, 5, 12), columns(x["dout"])):
+        found, expected = ({"out": run(read, x | {"dout": dout}, 3)["v1"]} for read in (depth_read_lean, depth_read_reference))
+        contiguous = run(depth_read_reference, x | {"dout": dout.contiguous()}, 3)["v1"]
+        assert_close(found, expected, 1e-12)
+        assert_close(found, {"out": contiguous}, 1e-12)
+
+
+@pytest.mark.parametrize("keys, frozen", [
+    (False, ["v0", "v2"]),                      # some sources
+    (False, ["v0", "v1", "v2"]),                # all: only query and gain learn
+    (False, ["query", "gain"]),                 # the router
+    (True, ["v0", "v1", "v2"]),                 # values, not keys
+    (True, ["k0", "k1", "k2", "gain"]),         # keys, not values
+])
+def test_frozen_inputs(keys, frozen):
+    x = random_read(3, 2, 5, 12, keys)
+    found, expected = run(depth_read_lean, x, 3, frozen=frozen), run(depth_read_reference, x, 3, frozen=frozen)
+    assert not found.keys() & set(frozen)
+    assert_close(found, expected, 1e-12)
+
+
+@pytest.mark.parametrize("keys", [False, True])
+@pytest.mark.parametrize("read, tol", [
+    (depth_read_lean, 2 ** -8),         # each result is rounded to bf16 once: relative error at most 2^-9 an element
+    (depth_read_reference, 2 ** -7),    # autograd rounds the key's and the value's part of a gradient, and their sum
+])
+def test_bf16_sources_are_read_in_fp32(read, tol, keys):
+    """fp32 query and gain, as master weights are: their gradients show that nothing was rounded on the way to them."""
+    exact = {name: t.bfloat16().double() if name not in ("query", "gain") else t.float().double()
+             for name, t in random_read(9, 2, 17, 96, keys).items()}
+    expected = run(depth_read_reference, exact, 8)
+    found = run(read, {name: t.float() if name in ("query", "gain") else t.bfloat16() for name, t in exact.items()}, 8)
+    assert all(g.dtype == (torch.float32 if name in ("query", "gain") else torch.bfloat16) for name, g in found.items())
+    assert_close({name: found.pop(name) for name in ("query", "gain")},
+                 {name: expected.pop(name) for name in ("query", "gain")}, 1e-5)
+    assert_close(found, expected, tol)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# calculus, memory, selection
+
+
+@pytest.mark.parametrize("keys", [False, True])
+@pytest.mark.parametrize("read", RUNGS.values(), ids=RUNGS)
+def test_gradcheck(read, keys):
+    x = random_read(3, 1, 2, 6, keys)
+    leaves = [t.requires_grad_() for name, t in x.items() if name != "dout"]
+
+    def f(*leaves):
+        x_ = dict(zip(x, leaves))
+        return read(pick(x_, "v"), x_["query"], x_["gain"], 2, EPS, pick(x_, "k") or None)
+
+    assert torch.autograd.gradcheck(f, leaves)
+
+
+@pytest.mark.parametrize("read", RUNGS.values(), ids=RUNGS)
+def test_backward_twice_and_inputs_untouched(read):
+    x = random_read(5, 2, 3, 12, keys=True)
+    leaves = [t.requires_grad_() for name, t in x.items() if name != "dout"]
+    before, versions = [t.detach().clone() for t in x.values()], [t._version for t in x.values()]
+    out = read(pick(x, "v"), x["query"], x["gain"], 3, EPS, pick(x, "k"))
+    first = torch.autograd.grad(out, leaves, x["dout"], retain_graph=True)
+    second = torch.autograd.grad(out, leaves, x["dout"])
+    assert all(torch.equal(a, b) and a.abs().max() > 0 for a, b in zip(first, second))
+    assert all(torch.equal(t, old) for t, old in zip(x.values(), before))
+    assert [t._version for t in x.values()] == versions
+
+
+@pytest.mark.parametrize("read", RUNGS.values(), ids=RUNGS)
+def test_second_derivatives_are_right_or_refused(read):
+    x = random_read(3, 1, 2, 6)
+    leaves = [t.requires_grad_() for name, t in x.items() if name != "dout"]
+
+    def second(read):
+        grads = torch.autograd.grad(read(pick(x, "v"), x["query"], x["gain"], 2, EPS), leaves, x["dout"], create_graph=True)
+        return torch.autograd.grad(sum(g.square().sum() for g in grads), leaves)
+
+    try:
+        found = second(read)
+    except RuntimeError:
+        return
+    for a, b in zip(found, second(depth_read_reference)):
+        assert rel_rms(a, b) < 1e-10
+
+
+def saved_bytes(model, idx):
+    """Bytes that autograd keeps of a forward pass beside the parameters, each piece of memory counted once."""
+    own = {p.untyped_storage().data_ptr() for p in (*model.parameters(), *model.buffers())}
+    saved = {}
+
+    def pack(t):
+        storage = t.untyped_storage()
+        if storage.data_ptr() not in own:
+            saved[storage.data_ptr()] = storage                    # holding it keeps its address from being used again
+        return t
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        model(idx, idx)
+    return sum(s.nbytes() for s in saved.values())
+
+
+def test_lean_keeps_little_for_backward():
+    """At 12 layers of width 768 the reads add a third at most to what the plain model keeps; the reference much more."""
+    idx = tokens(1, 64, vocab=512)
+    model = GPT(tiny_config(n_layer=12, d_model=768, n_head=12, n_kv_head=4, d_ff=2048, vocab_size=512, seq_len=64,
+                            residual="mhar"), kernels="lean")
+    lean = saved_bytes(model, idx)
+    model.pathway.depth_read = depth_read_reference
+    reference = saved_bytes(model, idx)
+    model.pathway = Add(model.config)
+    add = saved_bytes(model, idx)
+    assert add < lean < 1.35 * add
+    assert reference > 2 * add
+
+
+def test_model_takes_the_rung_it_is_told(monkeypatch):
+    calls = []
+    for name, read in list(RUNGS.items()):
+        monkeypatch.setitem(RUNGS, name, lambda *args, name=name, read=read: (calls.append(name), read(*args))[1])
+    for name in RUNGS:
+        calls.clear()
+        model = GPT(tiny_config(residual="mhar"), kernels=name)
+        model(tokens(1, 3))
+        assert model.kernels == name and calls == [name] * 4       # four reads of more than one source in two layers
+    assert GPT(tiny_config()).kernels == route_kernels.choose()
+    with pytest.raises(ConfigError, match="'leen'.*did you mean lean.*known: auto, reference, lean"):
+        GPT(tiny_config(), kernels="leen")
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# the reference against other implementations, and what is known without one
+
+
+def fla(values, query, gain):
+    """flash-linear-attention's specification: one head, learned gain, float32 inside whatever goes in."""
+    return naive_attnres(query, values, gain, rms_eps=EPS)
+
+
+def fast(values, query, gain):
+    """fast-attnres: one head, float32, no gain (only query * gain enters a logit), eps 2^-23 unless given."""
+    return fast_attnres([v.float() for v in values], (query * gain).float(), eps=EPS)
+
+
+@pytest.mark.parametrize("oracle", [fla, fast])
+@pytest.mark.parametrize("N, C, H", [(1, 48, 1), (5, 96, 1), (2, 33, 3), (33, 96, 8), (5, 100, 4)])
+def test_reference_is_other_implementations(oracle, N, C, H):
+    """
+    Those have one head. Head h of ours is theirs with the query zeroed outside slice h, its output kept inside it; that
+    holds because the key norm is over all channels. Both compute in float32, hence 1e-6.
+    """
+    def one_head_at_a_time(values, query, gain, heads, eps, keys):
+        K = C // heads
+        slices = []
+        for h in range(heads):
+            inside = torch.zeros(C, dtype=query.dtype).index_fill(0, torch.arange(h * K, h * K + K), 1)
+            slices.append(oracle(values, query * inside, gain)[..., h * K:h * K + K])
+        return torch.cat(slices, -1).double()
+
+    x = random_read(N, 2, 7, C)
+    assert_close(run(one_head_at_a_time, x, H), run(depth_read_reference, x, H), 1e-6)
+
+
+@pytest.mark.parametrize("read", RUNGS.values(), ids=RUNGS)
+def test_zero_query_is_the_mean(read):
+    x = random_read(7, 2, 3, 12)
+    values = pick(x, "v")
+    out = read(values, torch.zeros_like(x["query"]), x["gain"], 3, EPS)
+    assert rel_rms(out, sum(values) / 7) < 1e-15
+    separate = read(values, torch.zeros_like(x["query"]), x["gain"], 3, EPS, [v + 1 for v in values])
+    assert torch.equal(separate, out)
+
+
+@pytest.mark.parametrize("N, H", [(1, 1), (2, 3), (49, 4)])
+def test_weights_are_a_distribution_over_depth(N, H):
+    x = random_read(N, 2, 5, 12)
+    w = depth_weights(pick(x, "v"), x["query"], x["gain"], H, EPS)
+    assert w.shape == (N, 2, 5, H) and (w > 0).all() and (w.sum(0) - 1).abs().max() < 1e-14
+    if N > 1 and H > 1:
+        assert (w[..., 0] - w[..., 1]).abs().max() > 1e-3          # each head has its own
+
+
+def test_key_norm_is_over_all_channels():
+    """Growing the channels of head 1 lowers the keys of head 0 too: with one norm a slice it would not."""
+    x = random_read(3, 1, 2, 8)
+    grown = [v * torch.tensor([1.0] * 4 + [10.0 ** n] * 4) for n, v in enumerate(pick(x, "v"))]
+    w, w_grown = (depth_weights(v, x["query"], x["gain"], 2, EPS) for v in (pick(x, "v"), grown))
+    assert (w[..., 0] - w_grown[..., 0]).abs().max() > 1e-2

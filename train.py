@@ -1,0 +1,690 @@
+"""
+Pretraining. One process, or many under torchrun (DDP):
+
+    python train.py configs/demo.py --key=value ...
+    torchrun --standalone --nproc_per_node=8 train.py configs/mhar_1b.py
+    python train.py configs/mhar_1b.py --dry_run                 print what would run, allocate nothing
+
+A config is a Python file of assignments to the fields of TrainConfig (below) and ModelConfig (model.py). The run writes
+config.json, run.json, log.jsonl and ckpt/ to out_dir, and goes on from ckpt/latest.pt when started again.
+
+What a run computes is a function of its config alone. The data order follows from (seed, step), dropout from (seed, step,
+sequence): nothing random is carried from step to step, so a run stopped anywhere and resumed equals the undisturbed one,
+the same config gives the same batches on any number of processes, and evaluation and logging change nothing.
+"""
+
+import ast
+import contextlib
+import dataclasses
+import hashlib
+import json
+import math
+import os
+import runpy
+import shutil
+import signal
+import subprocess
+import sys
+import time
+import typing
+from dataclasses import dataclass, fields
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+from tqdm import tqdm
+
+from eval import batch, choose_device, val_windows, window_losses
+from model import GPT, LOGITS_AT_ONCE, ConfigError, ModelConfig, load_checkpoint, nearest
+from prepare_data import DataError, TokenBin
+
+
+class RunError(RuntimeError):
+    """The run cannot go on. The message is one line."""
+
+
+@dataclass
+class TrainConfig:
+    data_dir: str = "data/demo"           # made by prepare_data.py
+    out_dir: str | None = None            # None = out/NAME for config file NAME.py
+    max_steps: int = 20_000               # optimizer steps; 0 = evaluate only
+    batch_tokens: int = 131_072           # tokens of one optimizer step, over all processes
+    micro_batch_size: int = 8             # sequences a process runs at once; the rest is gradient accumulation
+    learning_rate: float = 5e-4           # peak
+    min_lr_ratio: float = 0.1             # learning rate at the last step / peak
+    warmup_steps: int = 1000              # linear
+    schedule: str = "cosine"              # a name of SCHEDULES
+    decay_fraction: float = 0.2           # of the steps, at the end: where wsd decays
+    weight_decay: float = 0.1
+    beta1: float = 0.9
+    beta2: float = 0.95
+    grad_clip: float = 1.0                # global norm; 0 = off
+    z_loss: float = 0.0
+    ema_decay: float = 0.0                # > 0 keeps, evaluates and saves an exponential moving average of the weights
+    eval_interval: int = 500              # steps
+    eval_tokens: int | None = None        # of the val split, evenly spread windows; None = all of it
+    save_interval: int = 1000             # steps
+    keep_last: int = 2                    # numbered checkpoints kept, beside best.pt and latest.pt
+    log_interval: int = 10                # steps
+    seed: int = 1337                      # data order and dropout
+    init_seed: int = 1337                 # weights
+    device: str = "auto"                  # auto, cpu, cuda, mps
+    dtype: str = "auto"                   # of activations: auto (bfloat16 on GPUs that have it), float32, bfloat16
+    param_dtype: str = "float32"          # of weights and optimizer state; bfloat16 is the MHAR recipe
+    compile: bool | None = None           # torch.compile of the sublayers; None = on CUDA only
+    checkpoint: str = "none"              # activation checkpointing: none, sublayer
+    parallel: str = "ddp"
+    kernels: str = "auto"                 # how depth is read: auto or a name of route_kernels.RUNGS
+    resume: str = "auto"                  # auto = go on where out_dir stopped; never; or the path of a checkpoint
+    wandb: bool = False
+
+    def __post_init__(self):
+        choices = {"schedule": SCHEDULES, "device": ("auto", "cpu", "cuda", "mps"),
+                   "dtype": ("auto", "float32", "bfloat16"), "param_dtype": ("float32", "bfloat16"),
+                   "checkpoint": ("none", "sublayer"), "parallel": ("ddp",)}
+        for name, known in choices.items():
+            value = getattr(self, name)
+            if value not in known:
+                raise ConfigError(f"unknown {name}={value!r}{nearest(value, known)}; known: {', '.join(known)}")
+        for name in ("batch_tokens", "micro_batch_size", "eval_interval", "save_interval", "keep_last", "log_interval"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} must be at least 1, not {getattr(self, name)}")
+        for name in ("max_steps", "warmup_steps", "weight_decay", "grad_clip", "z_loss"):
+            if getattr(self, name) < 0:
+                raise ConfigError(f"{name} must not be negative, not {getattr(self, name)}")
+        for name in ("min_lr_ratio", "decay_fraction"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise ConfigError(f"{name} must be in [0, 1], not {getattr(self, name)}")
+        for name in ("beta1", "beta2", "ema_decay"):
+            if not 0 <= getattr(self, name) < 1:
+                raise ConfigError(f"{name} must be in [0, 1), not {getattr(self, name)}")
+        if self.learning_rate <= 0:
+            raise ConfigError(f"learning_rate must be positive, not {self.learning_rate}")
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# configuration
+
+TYPES = {name: hint for cls in (TrainConfig, ModelConfig) for name, hint in typing.get_type_hints(cls).items()}
+
+
+def load_config(argv):
+    """[config file, --key=value ...] -> (TrainConfig, ModelConfig). The command line wins over the file."""
+    for arg in argv:
+        if arg.startswith("--") and "=" not in arg:
+            raise ConfigError(f"write {arg}=VALUE")
+    files = [arg for arg in argv if not arg.startswith("--")]
+    if len(files) != 1:
+        raise ConfigError(f"give one config file, not {len(files)} ({' '.join(files)}): "
+                          "python train.py configs/demo.py --key=value ...")
+    path = find_config(files[0])
+    values = {}
+    for name, value in read_config(path).items():
+        values[name] = checked(name, value, f" in {path}")
+    for arg in argv:
+        if arg.startswith("--"):
+            name, _, text = arg[2:].partition("=")
+            values[name] = checked(name, parsed(name, text), "")
+    parts = [cls(**{f.name: values[f.name] for f in fields(cls) if f.name in values}) for cls in (TrainConfig, ModelConfig)]
+    if parts[0].out_dir is None:
+        parts[0].out_dir = f"out/{path.stem}"
+    return parts
+
+
+def find_config(name):
+    """configs/mhar_1b.py also answers to config/mhar_1b.py, mhar_1b.py and mhar_1b."""
+    home = Path(__file__).parent / "configs"
+    for path in (Path(name), home / Path(name).with_suffix(".py").name):
+        if path.is_file():
+            return path
+    known = sorted(p.stem for p in home.glob("*.py"))
+    raise ConfigError(f"no config file {name}{nearest(Path(name).stem, known)}; known: {', '.join(known)}")
+
+
+def read_config(path):
+    """The assignments of a config file. It can import from the config files beside it."""
+    sys.path.insert(0, str(path.parent))
+    try:
+        names = runpy.run_path(str(path))
+    except Exception as e:
+        raise ConfigError(f"{path} cannot be run: {type(e).__name__}: {e}") from None
+    finally:
+        sys.path.remove(str(path.parent))
+    return {name: v for name, v in names.items() if not name.startswith("_") and not isinstance(v, type(sys))}
+
+
+def parsed(name, text):
+    """A command-line value: a Python literal, true/false in any spelling of case, or the text itself."""
+    if TYPES.get(name) is str or text.lower() in ("true", "false", "none"):
+        return {"true": True, "false": False, "none": None}.get(text.lower(), text.strip("'\""))
+    try:
+        return ast.literal_eval(text)
+    except (ValueError, SyntaxError):
+        return text
+
+
+def checked(name, value, where):
+    """`value` as the declared type of the field `name`: an int may serve as float, and a whole float such as 1e5 as int."""
+    if name not in TYPES:
+        raise ConfigError(f"unknown key {name!r}{where}{nearest(name, TYPES)}")
+    options = typing.get_args(TYPES[name]) or (TYPES[name],)
+    if type(value) in options or value is None and type(None) in options:
+        return value
+    if float in options and type(value) is int:
+        return float(value)
+    if int in options and type(value) is float and value.is_integer():
+        return int(value)
+    if str in options and type(value) in (int, float):                        # --out_dir=1
+        return str(value)
+    expected = " or ".join("None" if t is type(None) else t.__name__ for t in options)
+    raise ConfigError(f"{name}={value!r}{where}: expected {expected}, not {type(value).__name__}")
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# schedules and data order: functions of the step alone
+
+SCHEDULES = {                             # share of the way from peak down to min_lr at progress p in (0, 1] past warmup
+    "cosine": lambda p, c: (1 - math.cos(math.pi * p)) / 2,
+    "linear": lambda p, c: p,
+    "1-sqrt": lambda p, c: math.sqrt(p),
+    "wsd": lambda p, c: max(0.0, 1 - (1 - p) / c.decay_fraction) if c.decay_fraction else 0.0,
+    "constant": lambda p, c: 0.0,
+}
+
+
+def learning_rate(step, config):
+    """Of optimizer step 1 .. max_steps: linear warmup to the peak at warmup_steps, then down to min_lr at max_steps."""
+    if step <= config.warmup_steps:
+        return config.learning_rate * step / config.warmup_steps
+    p = min(1.0, (step - config.warmup_steps) / max(1, config.max_steps - config.warmup_steps))
+    return config.learning_rate * (1 - (1 - config.min_lr_ratio) * SCHEDULES[config.schedule](p, config))
+
+
+def mixed(*values):
+    """A 64-bit hash of integers, the seed of whatever they name."""
+    return int.from_bytes(hashlib.blake2b(repr(values).encode(), digest_size=8).digest(), "little")
+
+
+def shuffled(i, n, key):
+    """Where index i (array of int64 < n) goes in a pseudo-random permutation of range(n): a 4-round Feistel network on
+    the next even number of bits, walked until it lands below n. Needs no memory, whatever n."""
+    half = max(1, (int(n - 1).bit_length() + 1) // 2)
+    mask = np.uint64((1 << half) - 1)
+    rounds = [np.uint64(mixed(key, r) | 1) for r in range(4)]
+    x = np.asarray(i, dtype=np.uint64)
+    todo = np.ones(x.shape, dtype=bool)
+    while todo.any():
+        left, right = x >> np.uint64(half), x & mask
+        for k in rounds:
+            h = (right + k) * np.uint64(0x9E3779B97F4A7C15)
+            h = (h ^ (h >> np.uint64(29))) * np.uint64(0xBF58476D1CE4E5B9)
+            left, right = right, left ^ ((h >> np.uint64(40)) & mask)
+        x = np.where(todo, (left << np.uint64(half)) | right, x)
+        todo = x >= n
+    return x.astype(np.int64)
+
+
+def windows_of_step(step, n_windows, batch_size, seed):
+    """Window numbers of optimizer step 1, 2, ..., (batch_size,): every window once an epoch, in a new order each epoch."""
+    position = (step - 1) * batch_size + np.arange(batch_size)
+    epoch = position // n_windows
+    return np.concatenate([shuffled(position[epoch == e] % n_windows, n_windows, mixed(seed, int(e)))
+                           for e in np.unique(epoch)])
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# checkpoints
+
+
+def write_atomically(path, write):
+    """Call write(file) on a temporary beside `path`, then put it in place: `path` is the old file or the whole new one."""
+    temporary = path.with_name(path.name + ".tmp")
+    try:
+        with open(temporary, "wb") as f:
+            write(f)
+            f.flush()
+            os.fsync(f.fileno())
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def save_checkpoint(folder, state, config, best):
+    """
+    Write folder/step_N.pt and point latest.pt (and best.pt, if `best`) at it; then delete numbered ones beyond keep_last.
+    A passing I/O error is tried again; after the third the run ends, the checkpoints of before as they were.
+    """
+    path = folder / f"step_{state['step']:08d}.pt"
+    for attempt in (1, 2, 3):
+        try:
+            write_atomically(path, lambda f: torch.save(state, f))
+            break
+        except (OSError, RuntimeError) as e:
+            if attempt == 3:
+                raise RunError(f"cannot write {path}: {e}; the checkpoints before it are untouched") from None
+            time.sleep(attempt)
+    for name in ["latest.pt"] + ["best.pt"] * best:
+        link = folder / (name + ".tmp")
+        link.unlink(missing_ok=True)
+        os.link(path, link)
+        os.replace(link, folder / name)
+        link.unlink(missing_ok=True)                                      # rename leaves it if both are one file already
+    for old in sorted(folder.glob("step_*.pt"))[:-config.keep_last]:
+        old.unlink()
+
+
+ARCHITECTURE = [f.name for f in fields(ModelConfig) if f.name not in ("dropout", "init_std", "query_init_std")]
+
+
+def check_resume(state, config, path):
+    """Refuse a checkpoint of another architecture; -> lines 'key: old -> new' of the other changes."""
+    if "optimizer" not in state:
+        raise ConfigError(f"{path} holds weights only, which a run cannot go on from")
+    old = state["config"]
+    changed = [key for key in config if key in old and old[key] != config[key]]
+    refused = [f"{key} ({old[key]} -> {config[key]})" for key in changed if key in ARCHITECTURE]
+    if refused:
+        raise ConfigError(f"{path} has another architecture: {', '.join(refused)}; choose another --out_dir")
+    return [f"{key}: {old[key]} -> {config[key]}" for key in changed]
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# processes and devices
+
+
+class Processes:
+    """The processes of the run as torchrun made them (one without it)."""
+
+    def __init__(self, device):
+        self.rank, self.world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+        self.device = torch.device(device)
+        if device == "cuda":
+            self.device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
+            torch.cuda.set_device(self.device)
+        self.control = None
+        if "RANK" in os.environ:
+            try:
+                dist.init_process_group("nccl" if device == "cuda" else "gloo")
+            except (RuntimeError, ValueError) as e:
+                where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+                raise ConfigError(f"the processes cannot meet at {where} ({str(e).splitlines()[0][:150]}): "
+                                  "choose another port with torchrun --master_port=N, or use --standalone") from None
+            self.control = dist.new_group(backend="gloo")                 # agreements that must not wait for the GPU
+
+    def any(self, flag):
+        """True on all processes if it is on one."""
+        if self.control is None:
+            return flag
+        t = torch.tensor(int(flag))
+        dist.all_reduce(t, op=dist.ReduceOp.MAX, group=self.control)
+        return bool(t)
+
+    def sum(self, tensor):
+        """Of a CPU tensor, over all processes."""
+        if self.control is not None:
+            dist.all_reduce(tensor, group=self.control)
+        return tensor
+
+    def barrier(self):
+        if self.control is not None:
+            dist.barrier(group=self.control)
+
+    def close(self):
+        if self.control is not None:
+            dist.destroy_process_group()
+
+
+def choose_dtype(name, device, has_bf16):
+    """The compute dtype; has_bf16 says whether a GPU has bfloat16 arithmetic (compute capability 8.0 on)."""
+    if name == "auto":
+        return torch.bfloat16 if device == "cuda" and has_bf16 else torch.float32
+    if name == "bfloat16" and device == "cuda" and not has_bf16:
+        raise ConfigError("dtype=bfloat16, but this GPU has no bfloat16 arithmetic: use --dtype=float32")
+    return getattr(torch, name)
+
+
+PEAK_FLOPS = {"A100": 312e12, "H100": 989e12, "H200": 989e12, "B200": 2250e12}       # dense bf16, SXM
+
+
+def peak_flops(device_name, dtype):
+    """Of one GPU, or None where it is not known."""
+    known = [peak for name, peak in PEAK_FLOPS.items() if name in device_name and "PCIe" not in device_name]
+    return known[0] if known and dtype == torch.bfloat16 else None
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# evaluation
+
+
+def evaluate(model, data, config, processes):
+    """Mean loss over eval_tokens of a TokenBin: the same number in every run and for every number of processes."""
+    windows = val_windows(data, model.config.seq_len, config.eval_tokens)
+    losses = window_losses(model, data, windows, config.micro_batch_size, processes.device, processes.rank, processes.world)
+    return processes.sum(losses).mean().item()
+
+
+@torch.no_grad()
+def routing_entropy(model, idx):
+    """Mean over sites, heads and tokens of idx of the entropy of the depth weights, over its maximum log N; None for a
+    pathway that does not attend over depth."""
+    found = [-(w * w.clamp_min(1e-30).log()).sum(1).mean() / math.log(w.shape[1])
+             for w in model.depth_weights(idx) if w.shape[1] > 1]
+    return torch.stack(found).mean().item() if found else None
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# the run
+
+
+def accumulation(config, seq_len, world):
+    """Passes of micro_batch_size sequences that each process makes for one optimizer step."""
+    at_once = config.micro_batch_size * seq_len * world
+    if config.batch_tokens % at_once:
+        near = max(1, round(config.batch_tokens / at_once)) * at_once
+        raise ConfigError(f"batch_tokens={config.batch_tokens} is no multiple of micro_batch_size * seq_len * processes = "
+                          f"{config.micro_batch_size} * {seq_len} * {world} = {at_once}; the nearest is {near}")
+    return config.batch_tokens // at_once
+
+
+def memory_estimate(config, model):
+    """Bytes a process needs, by what: exact for weights, gradients and optimizer, an estimate for activations."""
+    param = model.num_params() * getattr(torch, config.param_dtype).itemsize
+    act = 4 if config.dtype == "float32" else 2
+    tokens = config.micro_batch_size * model.config.seq_len
+    logits = min(tokens * model.config.vocab_size, LOGITS_AT_ONCE)
+    return {"weights": param, "gradients": param, "AdamW moments": 2 * param, "EMA": param * (config.ema_decay > 0),
+            "activations (estimate)": act * tokens * model.saved_per_token(config.checkpoint == "sublayer"),
+            "logits (estimate)": 3 * 4 * logits}
+
+
+def commit():
+    """Of the working tree, '+' added if it has changes; None outside git."""
+    def git(*args):
+        return subprocess.run(["git", *args], cwd=Path(__file__).parent, capture_output=True, text=True)
+    try:
+        head = git("rev-parse", "--short", "HEAD")
+        return head.stdout.strip() + "+" * bool(git("status", "--porcelain", "-uno").stdout) if head.returncode == 0 else None
+    except OSError:
+        return None
+
+
+class Log:
+    """log.jsonl (one object a line), a progress bar on a terminal and plain lines elsewhere, Weights & Biases on request."""
+
+    def __init__(self, path, config, first, active, flat):
+        self.path, self.max_steps, self.active, self.wandb = path, config.max_steps, active, None
+        if not active:
+            return
+        lines = path.read_text(encoding="utf-8").splitlines(keepends=True) if path.exists() else []
+        kept = [line for line in lines if line.endswith("\n") and json.loads(line)["step"] < first]
+        write_atomically(path, lambda f: f.write("".join(kept).encode()))     # drop what the resumed run will do again
+        self.bar = tqdm(total=config.max_steps, initial=first - 1, unit="step", disable=None, dynamic_ncols=True)
+        if config.wandb:
+            try:
+                import wandb
+            except ImportError:
+                raise ConfigError("wandb=True needs the extra 'wandb': pip install -e .[wandb]") from None
+            self.wandb = wandb.init(project="nanodepth", dir=path.parent, config=flat, resume="allow")
+
+    def step(self):
+        if self.active:
+            self.bar.update()
+
+    def write(self, record):
+        if not self.active:
+            return
+        with open(self.path, "a", encoding="utf-8") as f:
+            f.write(json.dumps(record) + "\n")
+        if self.wandb is not None:
+            self.wandb.log(record, step=record["step"])
+        shown = "  ".join(f"{name} {record[key]:{form}}" for key, name, form in
+                          (("loss", "loss", ".4f"), ("val_loss", "val", ".4f"), ("val_loss_ema", "val(ema)", ".4f"),
+                           ("lr", "lr", ".2e"), ("grad_norm", "grad", ".2f"), ("tokens_per_s", "tok/s", ",.0f"),
+                           ("mfu", "mfu", ".1%")) if record.get(key) is not None)
+        if self.bar.disable:
+            print(f"step {record['step']}/{self.max_steps}  {shown}", flush=True)
+        elif "val_loss" in record:
+            self.bar.write(f"step {record['step']}/{self.max_steps}  {shown}")
+        else:
+            self.bar.set_postfix_str(shown, refresh=False)
+
+    def close(self):
+        if self.active:
+            self.bar.close()
+            if self.wandb is not None:
+                self.wandb.finish()
+
+
+def dry_run(config, model_config):
+    """Print what the run would be; allocate nothing."""
+    world = int(os.environ.get("WORLD_SIZE", 1))
+    passes = accumulation(config, model_config.seq_len, world)
+    with torch.device("meta"):
+        model = GPT(model_config, kernels=config.kernels)
+    print(model.describe())
+    total = config.batch_tokens * config.max_steps
+    print(f"{config.batch_tokens:,} tokens a step = {world} process(es) * {passes} pass(es) * {config.micro_batch_size} * "
+          f"{model_config.seq_len}; {config.max_steps:,} steps, {total:,} tokens")
+    print(f"{model.flops_per_token():.4g} FLOPs a token, {model.flops_per_token() * total:.4g} in all")
+    need = memory_estimate(config, model)
+    print("memory of a process: " + ", ".join(f"{name} {size / 2**30:.2f}" for name, size in need.items() if size)
+          + f"; {sum(need.values()) / 2**30:.2f} GiB")
+
+
+def show(flat):
+    width = max(map(len, flat))
+    print("\n".join(f"  {name:{width}} = {value!r}" for name, value in flat.items()))
+
+
+def main(argv=None):
+    argv = sys.argv[1:] if argv is None else argv
+    if {"-h", "--help"} & set(argv):
+        print(__doc__ + "\n" + "\n".join(f"  --{f.name}={f.default!r}" for c in (TrainConfig, ModelConfig) for f in fields(c)))
+        return
+    only_show = "--dry_run" in argv
+    config, model_config = load_config([arg for arg in argv if arg != "--dry_run"])
+    flat = dataclasses.asdict(config) | dataclasses.asdict(model_config)
+    if only_show:
+        show(flat)
+        return dry_run(config, model_config)
+
+    device = choose_device(config.device)
+    processes = Processes(device)
+    run(config, model_config, flat, processes, argv)
+    processes.close()
+
+
+def run(config, model_config, flat, processes, argv):
+    device, first_rank = processes.device, processes.rank == 0
+    say = print if first_rank else lambda *args: None
+
+    # ---- everything that can be refused is refused before the first step
+    T, world = model_config.seq_len, processes.world
+    passes = accumulation(config, T, world)
+    train_data, val_data = TokenBin(config.data_dir, "train"), TokenBin(config.data_dir, "val")
+    n_windows = train_data.n_windows(T)
+    for data in (train_data, val_data):
+        if data.max_id >= model_config.vocab_size:
+            raise ConfigError(f"{data.path} holds token id {data.max_id}, but vocab_size={model_config.vocab_size}: "
+                              f"use --vocab_size={data.meta['tokenizer']['n_vocab']} or more")
+    dtype = choose_dtype(config.dtype, device.type, device.type != "cuda" or torch.cuda.is_bf16_supported(False))
+    out_dir = Path(config.out_dir)
+    latest = out_dir / "ckpt" / "latest.pt"
+    start_from = {"auto": latest if latest.exists() else None, "never": None}.get(config.resume, Path(config.resume))
+    if start_from is not None and start_from.is_dir():
+        start_from = start_from / "ckpt" / "latest.pt"
+    if latest.exists() and (start_from is None or not start_from.exists() or not start_from.samefile(latest)):
+        raise ConfigError(f"{out_dir} holds a run already: choose another --out_dir, or go on with --resume=auto")
+    if processes.any(start_from is not None) and start_from is None:
+        raise ConfigError(f"process {processes.rank} does not see {latest}, another does: out_dir must be on a shared disk")
+    if first_rank:
+        (out_dir / "ckpt").mkdir(parents=True, exist_ok=True)
+        for stale in (out_dir / "ckpt").glob("*.tmp"):
+            stale.unlink()
+
+    # ---- model, optimizer, state
+    model = GPT(model_config, init_seed=config.init_seed, kernels=config.kernels)
+    model.to(device=device, dtype=getattr(torch, config.param_dtype))
+    model.compute_dtype, model.checkpoint = dtype, config.checkpoint == "sublayer"
+    groups = model.param_groups()
+    assert sum(len(g["params"]) for g in groups) == len(list(model.parameters())), "groups must partition the parameters"
+    optimizer = torch.optim.AdamW(groups, lr=config.learning_rate, betas=(config.beta1, config.beta2), eps=1e-8,
+                                  weight_decay=config.weight_decay, fused=True)
+    ema = {name: p.detach().clone() for name, p in model.named_parameters()} if config.ema_decay else {}
+    done, best_loss = 0, math.inf
+    if start_from is not None:
+        state = load_checkpoint(start_from)
+        changes = check_resume(state, flat, start_from)
+        model.load_state_dict(state["model"])
+        optimizer.load_state_dict(state["optimizer"])
+        done, best_loss = state["step"], state["best_val_loss"]
+        for name, average in ema.items():
+            average.copy_(state["ema"][name] if "ema" in state else model.get_parameter(name))
+        if state["data"] != {"train": train_data.sha256, "val": val_data.sha256}:
+            changes.append(f"data: other contents in {config.data_dir}")
+        say("\n".join([f"resumed {start_from} after step {done}", *(f"  changed {change}" for change in changes)]))
+        del state                                                         # or its tensors stay for the whole run
+    if config.compile or config.compile is None and device.type == "cuda":
+        for f in model.sublayers:
+            f.compile()
+    wrapped = model
+    if processes.control is not None:
+        wrapped = DistributedDataParallel(model, device_ids=[device.index] if device.type == "cuda" else None,
+                                          broadcast_buffers=False, gradient_as_bucket_view=True)
+
+    # ---- say what runs
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+    peak = peak_flops(name, dtype)
+    tokenizer = train_data.tokenizer()
+    if first_rank:
+        show(flat)
+        say(model.describe().splitlines()[0])
+        say(f"kernels: {model.kernels}; {name}, compute {dtype}, weights {config.param_dtype}; {world} process(es)")
+        say(f"{config.batch_tokens:,} tokens a step = {world} process(es) * {passes} pass(es) * {config.micro_batch_size} * {T}; "
+            f"{n_windows:,} windows an epoch, {config.max_steps * config.batch_tokens / T / n_windows:.2f} epochs; "
+            f"tokenizer {tokenizer.name}, ids below {tokenizer.n_vocab}")
+        say(f"{model.flops_per_token():.4g} FLOPs a token; "
+            + ", ".join(f"{g['name']}: {sum(p.numel() for p in g['params']):,}" for g in groups) + " parameters to optimize")
+        size = sum(p.numel() * p.element_size() for p in model.parameters()) * (3 + bool(ema)) * (config.keep_last + 2)
+        free = shutil.disk_usage(out_dir).free
+        if free < size:
+            say(f"warning: checkpoints may take {size / 2**30:.1f} GiB and {out_dir} has {free / 2**30:.1f} GiB free")
+        write_atomically(out_dir / "config.json", lambda f: f.write(json.dumps(flat, indent=1).encode()))
+        facts = {"command": argv, "commit": commit(), "python": sys.version.split()[0], "torch": torch.__version__,
+                 "device": name, "processes": world, "kernels": model.kernels, "parameters": model.num_params(),
+                 "routing_parameters": model.pathway.num_params(), "flops_per_token": model.flops_per_token()}
+        write_atomically(out_dir / "run.json", lambda f: f.write(json.dumps(facts, indent=1).encode()))
+
+    signals = []
+    for number in (signal.SIGTERM, signal.SIGINT):
+        previous = signal.getsignal(number)
+        signal.signal(number, lambda n, frame, previous=previous: (signals.append(n), signal.signal(n, previous)))
+
+    def validate():
+        values = {"val_loss": evaluate(model, val_data, config, processes)}
+        if ema:
+            with exchanged(model, ema):
+                values["val_loss_ema"] = evaluate(model, val_data, config, processes)
+        x, _ = batch(val_data, np.zeros(1), T, device)
+        return values | {"routing_entropy": routing_entropy(model, x)}
+
+    def save(step, is_best):
+        state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step, "best_val_loss": best_loss,
+                 "config": flat, "data": {"train": train_data.sha256, "val": val_data.sha256},
+                 "tokenizer": tokenizer.meta() | {"file": tokenizer.file and
+                                                  torch.frombuffer(bytearray(tokenizer.file), dtype=torch.uint8)}}
+        if ema:
+            state["ema"] = model.state_dict() | ema
+        save_checkpoint(out_dir / "ckpt", state, config, is_best)
+
+    # ---- the loop
+    log = Log(out_dir / "log.jsonl", config, done + 1, first_rank, flat)
+    if config.max_steps == 0:
+        log.write({"step": 0} | validate())
+    clock, since = time.perf_counter(), done
+    model.train()
+    for step in range(done + 1, config.max_steps + 1):
+        lr = learning_rate(step, config)
+        windows = windows_of_step(step, n_windows, config.batch_tokens // T, config.seed)
+        loss = 0.0
+        for i in range(passes):
+            part = i * world + processes.rank                             # which micro-batch of the step
+            x, y = batch(train_data, windows[part * config.micro_batch_size:][:config.micro_batch_size], T, device)
+            if model_config.dropout:
+                torch.manual_seed(mixed(config.seed, step, part) % 2**63)
+            last = i == passes - 1
+            with contextlib.nullcontext() if last or wrapped is model else wrapped.no_sync():
+                part_loss = wrapped(x, y, z_loss=config.z_loss)[1] / passes
+                part_loss.backward()
+            loss = loss + part_loss.detach()
+        grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), config.grad_clip or math.inf)
+        for group in optimizer.param_groups:
+            group["lr"] = lr
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        if ema:
+            torch._foreach_lerp_(list(ema.values()), [model.get_parameter(n).detach() for n in ema], 1 - config.ema_decay)
+        log.step()
+
+        stopping = processes.any(bool(signals))
+        is_last = step == config.max_steps
+        evaluating = is_last or step % config.eval_interval == 0
+        saving = is_last or stopping or step % config.save_interval == 0
+        if not (evaluating or saving or step % config.log_interval == 0):
+            continue
+        loss, grad_norm = (processes.sum(loss.cpu()) / world).item(), grad_norm.item()      # waits for the device
+        seconds = time.perf_counter() - clock
+        if not (math.isfinite(loss) and math.isfinite(grad_norm)):
+            raise RunError(f"step {step}: loss {loss}, gradient norm {grad_norm}. Stopped; the last good checkpoint is "
+                           f"{latest if latest.exists() else 'none'}. A lower --learning_rate or more --warmup_steps may help")
+        speed = (step - since) * config.batch_tokens / seconds
+        record = {"step": step, "loss": loss, "lr": lr, "grad_norm": grad_norm, "tokens": step * config.batch_tokens,
+                  "epoch": step * config.batch_tokens / T / n_windows, "tokens_per_s": speed,
+                  "mfu": peak and speed * model.flops_per_token() / (peak * world), "memory_gb": memory_used(device)}
+        is_best = False
+        if evaluating:
+            record |= validate()
+            is_best = record["val_loss"] < best_loss
+            best_loss = min(best_loss, record["val_loss"])
+        log.write(record)
+        if (saving or is_best) and first_rank:
+            save(step, is_best)
+        if stopping and not is_last:
+            say(f"stopped by signal after step {step}; the same command goes on from here")
+            break
+        clock, since = time.perf_counter(), step                          # evaluation and saving are not timed
+    log.close()
+    if done >= config.max_steps > 0:
+        say(f"{out_dir} is at step {done} of {config.max_steps} already: nothing to do")
+    processes.barrier()
+
+
+@contextlib.contextmanager
+def exchanged(model, weights):
+    """Inside, the model computes with `weights` (name -> tensor) in place of its own."""
+    def swap():
+        for name, w in weights.items():
+            p = model.get_parameter(name)
+            p.data, w.data = w.data, p.data
+    swap()
+    try:
+        yield
+    finally:
+        swap()
+
+
+def memory_used(device):
+    """Peak memory in GB: of the GPU, or resident on a CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 1e9
+    import resource
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (1e9 if sys.platform == "darwin" else 1e6)
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except (ConfigError, DataError, RunError, OSError) as e:
+        sys.exit(f"train.py: {e}")
