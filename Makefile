@@ -1,0 +1,39 @@
+# make demo     train, evaluate and sample a small model on this machine, in minutes
+# make test     run the whole test suite
+PYTHON ?= python3
+BIN = .venv/bin
+PIP = $(BIN)/pip install --disable-pip-version-check -c requirements.lock
+
+.PHONY: venv demo test clean
+
+venv: .venv/ready
+
+.venv/ready: pyproject.toml requirements.lock
+	@$(PYTHON) -c 'import sys; sys.version_info < (3, 10) and sys.exit("nanoDepth needs Python 3.10 or newer: make PYTHON=python3.X")'
+	$(PYTHON) -m venv .venv
+	$(PIP) -e ".[plot]"
+	@touch $@
+
+.venv/ready-for-tests: .venv/ready
+	$(PIP) -e ".[plot,test]"
+	@touch $@
+
+demo: venv
+	$(BIN)/python prepare_data.py --demo
+	$(BIN)/python train.py configs/demo.py
+	$(BIN)/python eval.py loss out/demo
+	$(BIN)/python analyze.py curves out/demo
+	$(BIN)/python analyze.py routes out/demo
+	$(BIN)/python eval.py sample out/demo --prompt "class " --max_new_tokens 500
+	@echo
+	@echo "Made: data/demo (the corpus), out/demo/log.jsonl (the losses), out/demo/ckpt/latest.pt (the model),"
+	@echo "      out/demo/curves.png (the loss curve), out/demo/routes.png (the learned depth weights)."
+	@echo "Next: $(BIN)/python eval.py sample out/demo --prompt 'def main('"
+	@echo "      $(BIN)/python train.py configs/demo.py --residual=add --out_dir=out/add      # the plain residual; or =dar"
+	@echo "      $(BIN)/python analyze.py curves out/demo out/add"
+
+test: .venv/ready-for-tests
+	$(BIN)/python -m pytest
+
+clean:
+	rm -rf .venv data/demo out/demo *.egg-info

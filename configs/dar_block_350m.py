@@ -1,0 +1,8 @@
+# torchrun --standalone --nproc_per_node=8 train.py configs/dar_block_350m.py
+# Dual Attention Residuals in Block form. Published: the method and blocks of 2 layers (arXiv 2607.18730; its 1B loss,
+# 2.684 against 2.704 of attnres_block, is on a body, data and recipe that are not public). Our choice: body and recipe,
+# which are the MHAR paper's, and the details that model.DAR lists as inferred.
+from baseline_350m import *
+
+residual = "dar"
+sites_per_block = 4
