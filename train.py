@@ -75,7 +75,6 @@ class TrainConfig:
     param_dtype: str = "float32"          # of weights and optimizer state; bfloat16 is the MHAR recipe
     compile: bool | None = None           # torch.compile of the sublayers; None = on CUDA only
     checkpoint: str = "none"              # activation checkpointing: none, sublayer
-    parallel: str = "ddp"
     kernels: str = "auto"                 # how depth is read: auto or a name of route_kernels.RUNGS
     resume: str = "auto"                  # auto = go on where out_dir stopped; never; or the path of a checkpoint
     wandb: bool = False
@@ -83,7 +82,7 @@ class TrainConfig:
     def __post_init__(self):
         choices = {"schedule": SCHEDULES, "device": ("auto", "cpu", "cuda", "mps"),
                    "dtype": ("auto", "float32", "bfloat16"), "param_dtype": ("float32", "bfloat16"),
-                   "checkpoint": ("none", "sublayer"), "parallel": ("ddp",)}
+                   "checkpoint": ("none", "sublayer")}
         for name, known in choices.items():
             value = getattr(self, name)
             if value not in known:
@@ -268,7 +267,10 @@ def save_checkpoint(folder, state, config, best):
     for name in ["latest.pt"] + ["best.pt"] * best:
         link = folder / (name + ".tmp")
         link.unlink(missing_ok=True)
-        os.link(path, link)
+        try:
+            os.link(path, link)
+        except OSError:                                                   # a file system without hard links
+            shutil.copyfile(path, link)
         os.replace(link, folder / name)
         link.unlink(missing_ok=True)                                      # rename leaves it if both are one file already
     for old in sorted(folder.glob("step_*.pt"))[:-config.keep_last]:
@@ -358,9 +360,8 @@ def peak_flops(device_name, dtype):
 # evaluation
 
 
-def evaluate(model, data, config, processes):
-    """Mean loss over eval_tokens of a TokenBin: the same number in every run and for every number of processes."""
-    windows = val_windows(data, model.config.seq_len, config.eval_tokens)
+def evaluate(model, data, windows, config, processes):
+    """Mean loss over windows of a TokenBin: the same number to the bit for every number of processes."""
     losses = window_losses(model, data, windows, config.micro_batch_size, processes.device, processes.rank, processes.world)
     return processes.sum(losses).mean().item()
 
@@ -504,7 +505,7 @@ def run(config, model_config, flat, processes, argv):
     T, world = model_config.seq_len, processes.world
     passes = accumulation(config, T, world)
     train_data, val_data = TokenBin(config.data_dir, "train"), TokenBin(config.data_dir, "val")
-    n_windows = train_data.n_windows(T)
+    n_windows, fixed_windows = train_data.n_windows(T), val_windows(val_data, T, config.eval_tokens)
     for data in (train_data, val_data):
         if data.max_id >= model_config.vocab_size:
             raise ConfigError(f"{data.path} holds token id {data.max_id}, but vocab_size={model_config.vocab_size}: "
@@ -577,17 +578,12 @@ def run(config, model_config, flat, processes, argv):
                  "routing_parameters": model.pathway.num_params(), "flops_per_token": model.flops_per_token()}
         write_atomically(out_dir / "run.json", lambda f: f.write(json.dumps(facts, indent=1).encode()))
 
-    signals = []
-    for number in (signal.SIGTERM, signal.SIGINT):
-        previous = signal.getsignal(number)
-        signal.signal(number, lambda n, frame, previous=previous: (signals.append(n), signal.signal(n, previous)))
-
     def validate():
-        values = {"val_loss": evaluate(model, val_data, config, processes)}
+        values = {"val_loss": evaluate(model, val_data, fixed_windows, config, processes)}
         if ema:
             with exchanged(model, ema):
-                values["val_loss_ema"] = evaluate(model, val_data, config, processes)
-        x, _ = batch(val_data, np.zeros(1), T, device)
+                values["val_loss_ema"] = evaluate(model, val_data, fixed_windows, config, processes)
+        x, _ = batch(val_data, fixed_windows[:1], T, device)
         return values | {"routing_entropy": routing_entropy(model, x)}
 
     def save(step, is_best):
@@ -603,6 +599,7 @@ def run(config, model_config, flat, processes, argv):
     log = Log(out_dir / "log.jsonl", config, done + 1, first_rank, flat)
     if config.max_steps == 0:
         log.write({"step": 0} | validate())
+    signals = Signals()
     clock, since = time.perf_counter(), done
     model.train()
     for step in range(done + 1, config.max_steps + 1):
@@ -628,7 +625,7 @@ def run(config, model_config, flat, processes, argv):
             torch._foreach_lerp_(list(ema.values()), [model.get_parameter(n).detach() for n in ema], 1 - config.ema_decay)
         log.step()
 
-        stopping = processes.any(bool(signals))
+        stopping = processes.any(signals.received)
         is_last = step == config.max_steps
         evaluating = is_last or step % config.eval_interval == 0
         saving = is_last or stopping or step % config.save_interval == 0
@@ -655,10 +652,27 @@ def run(config, model_config, flat, processes, argv):
             say(f"stopped by signal after step {step}; the same command goes on from here")
             break
         clock, since = time.perf_counter(), step                          # evaluation and saving are not timed
+    signals.release()
     log.close()
     if done >= config.max_steps > 0:
         say(f"{out_dir} is at step {done} of {config.max_steps} already: nothing to do")
     processes.barrier()
+
+
+class Signals:
+    """Remembers SIGTERM and SIGINT, for the loop to act on between steps. A second one takes effect at once."""
+
+    def __init__(self):
+        self.received = False
+        self.before = {number: signal.signal(number, self.receive) for number in (signal.SIGTERM, signal.SIGINT)}
+
+    def receive(self, number, frame):
+        self.received = True
+        self.release()
+
+    def release(self):
+        for number, handler in self.before.items():
+            signal.signal(number, handler)
 
 
 @contextlib.contextmanager

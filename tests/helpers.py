@@ -1,5 +1,7 @@
 """What several test files use."""
 
+import random
+
 import torch
 
 from model import GPT, ModelConfig
@@ -56,3 +58,16 @@ def gradients(model, output, cotangent=None):
     """{name: gradient} of <output, cotangent> for every parameter; each must take part."""
     names, params = zip(*model.named_parameters())
     return dict(zip(names, torch.autograd.grad(output, params, cotangent)))
+
+
+def write_corpus(folder, n_documents=120):
+    """A data folder of byte tokens made from pseudo-random words, the same on every machine; about 40,000 tokens."""
+    from prepare_data import load_tokenizer, prepare
+    rng, words = random.Random(0), "depth site source query key value head block stream gate sum mean norm read".split()
+    files = []
+    for i in range(n_documents):
+        length = 20 + int(rng.random() * 80)
+        files.append(folder.with_name(folder.name + f"_{i:03d}.txt"))
+        files[-1].write_text(" ".join(words[int(rng.random() * len(words))] for _ in range(length)), encoding="utf-8")
+    prepare(files, load_tokenizer("byte"), folder, val_permille=100)
+    return folder
