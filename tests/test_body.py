@@ -1,4 +1,4 @@
-"""The body with the plain residual is Qwen3's and Llama's: logits and every gradient against Hugging Face's, in float64."""
+"""With the plain residual the model is Qwen3 and Llama: logits and every gradient as Hugging Face's, in float64."""
 
 import re
 
@@ -56,7 +56,8 @@ def hugging_face(model):
     config = config_class(
         vocab_size=c.vocab_size, hidden_size=c.d_model, intermediate_size=c.d_ff, num_hidden_layers=c.n_layer,
         num_attention_heads=c.n_head, num_key_value_heads=c.n_kv_head, head_dim=c.head_dim,
-        max_position_embeddings=c.seq_len, rms_norm_eps=c.norm_eps, tie_word_embeddings=c.tie_embeddings, use_cache=False,
+        max_position_embeddings=c.seq_len, rms_norm_eps=c.norm_eps, tie_word_embeddings=c.tie_embeddings,
+        use_cache=False,
         rope_parameters={"rope_theta": c.rope_theta, **(c.rope_scaling or {"rope_type": "default"})},
         attn_implementation="sdpa")                # its eager attention takes the softmax in float32
     theirs = model_class(config).double()
@@ -86,7 +87,8 @@ def test_equals_hugging_face(case):
 
     # next-token loss; Hugging Face's own takes it in float32
     targets = torch.cat((idx[:, 1:], torch.full((2, 1), -100)), dim=1)
-    loss, expected = model(idx, targets)[1], F.cross_entropy(theirs(idx).logits[:, :-1].flatten(0, 1), idx[:, 1:].flatten())
+    loss = model(idx, targets)[1]
+    expected = F.cross_entropy(theirs(idx).logits[:, :-1].flatten(0, 1), idx[:, 1:].flatten())
     assert rel_rms(loss, expected) < 1e-10
     assert_close(gradients(model, loss), {our_name(k): g for k, g in gradients(theirs, expected).items()}, 1e-10)
 

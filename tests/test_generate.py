@@ -61,8 +61,9 @@ def test_greedy_text_by_hand(residual, prompt):
 @pytest.mark.parametrize("residual", PATHWAYS)
 def test_cached_sampling_is_the_uncached(residual):
     model, idx = sampler(residual), tokens(2, 5)
-    cached, uncached, other = (model.generate(idx, 25, temperature=0.9, top_k=20, top_p=0.95, generator=seeded(seed),
-                                              use_cache=use_cache) for seed, use_cache in ((0, True), (0, False), (1, True)))
+    sampling = dict(temperature=0.9, top_k=20, top_p=0.95)
+    cached, uncached, other = (model.generate(idx, 25, generator=seeded(seed), use_cache=use_cache, **sampling)
+                               for seed, use_cache in ((0, True), (0, False), (1, True)))
     assert torch.equal(cached, uncached) and not torch.equal(cached, other)
 
 

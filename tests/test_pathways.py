@@ -53,8 +53,8 @@ def normal(shape, seed=0):
 
 def same_body(model, other):
     """`model` with the body of `other`."""
-    missing = model.load_state_dict({k: w for k, w in other.state_dict().items() if not k.startswith("pathway.")}, strict=False)
-    assert not missing.unexpected_keys
+    body = {name: w for name, w in other.state_dict().items() if not name.startswith("pathway.")}
+    assert not model.load_state_dict(body, strict=False).unexpected_keys
     return model
 
 
@@ -71,7 +71,8 @@ def test_variants_cover_every_pathway():
 def test_equals_the_literal_loop(variant, kernels):
     model, idx = random_model(n_layer=4, kernels=kernels, **VARIANTS[variant]), tokens(2, 7)
     logits = model(idx)[0]
-    expected = model.lm_head(model.norm(literal.readout(model.config, model.embed(idx), callables(model, idx), raw(model))))
+    h = literal.readout(model.config, model.embed(idx), callables(model, idx), raw(model))
+    expected = model.lm_head(model.norm(h))
     assert rel_rms(logits, expected) < 1e-12
     cotangent = normal(logits.shape)
     assert_close(gradients(model, logits, cotangent), gradients(model, expected, cotangent), 1e-11)
@@ -80,8 +81,8 @@ def test_equals_the_literal_loop(variant, kernels):
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_starts_as_the_plain_residual(variant):
     """
-    At init every read is a mean over sources, which pre-norm cannot tell from their sum. With a negligible eps, that is,
-    and with embeddings as large as a trained model's. DAR's gates are made neutral first.
+    At init every read is a mean over sources, which pre-norm cannot tell from their sum; given a negligible eps, that
+    is, and embeddings of unit scale. DAR's gates are made neutral first.
     """
     tiny = dict(n_layer=4, norm_eps=1e-20)
     model = GPT(tiny_config(**VARIANTS[variant] | tiny)).double()
@@ -184,7 +185,7 @@ def test_transport_is_doubly_stochastic():
 
 @pytest.mark.parametrize("residual", DAR_FAMILY)
 def test_stream_labels_mean_nothing(residual):
-    """Queries and gates exchanged between the streams exchange the streams. Not with fixed roles: there labels matter."""
+    """Queries and gates exchanged between the streams exchange the streams. With fixed roles labels do matter."""
     model, idx = random_model(residual=residual, sites_per_block=3), tokens(2, 7)
     logits, streams = model(idx)[0], streams_of(model, idx)
     with torch.no_grad():
@@ -254,22 +255,23 @@ def dead_entries(model, idx):
     dead = {name: torch.zeros_like(p, dtype=torch.bool) for name, p in model.named_parameters()}
     c, n_site = model.config, 2 * model.config.n_layer
     if not c.tie_embeddings:
-        dead["embed.weight"][sorted(set(range(c.vocab_size)) - set(idx.flatten().tolist()))] = True    # unused tokens
+        dead["embed.weight"][sorted(set(range(c.vocab_size)) - set(idx.flatten().tolist()))] = True
     if c.residual != "add":
-        dead["pathway.query"][0] = dead["pathway.gain"][0] = True                       # one source: nothing to choose
+        dead["pathway.query"][0] = dead["pathway.gain"][0] = True  # one source: nothing to choose
     if c.residual in DAR_FAMILY:
         for name in ("pathway.gate_weight", "pathway.gate_bias"):
-            dead[name][0:n_site:c.sites_per_block, 4] = True                            # rho: no open block to transport
-            dead[name][n_site, 2:] = True                                               # the readout writes nothing
+            dead[name][0:n_site:c.sites_per_block, 4] = True       # rho: no open block to transport
+            dead[name][n_site, 2:] = True                          # beta and rho: the readout writes nothing
     return dead
 
 
-@pytest.mark.parametrize("variant, tied", [*((v, False) for v in VARIANTS), ("add", True), ("dar, 3 sites a block", True)])
+@pytest.mark.parametrize("variant, tied", [
+    *((variant, False) for variant in VARIANTS), ("add", True), ("dar, 3 sites a block", True)])
 def test_every_parameter_is_alive(variant, tied):
     """
-    The gradient of every entry is non-zero but where `dead_entries` says so, where it is zero exactly; and the loss moves
-    by what the gradient predicts. (A large norm_eps: DAR's alpha at site 0 scales the input of a norm, so that its
-    gradient is of the order of eps.)
+    The gradient of every entry is non-zero, but exactly zero where `dead_entries` says so; and the loss moves by what
+    the gradient predicts. (A large norm_eps: DAR's alpha at site 0 scales the input of a norm, so that its gradient is
+    of the order of eps.)
     """
     model = random_model(norm_eps=1e-2, tie_embeddings=tied, **VARIANTS[variant])
     idx, targets = tokens(2, 8), tokens(2, 8, seed=1)
@@ -286,7 +288,7 @@ def test_every_parameter_is_alive(variant, tied):
     with torch.no_grad():
         for seed, (name, p) in enumerate(model.named_parameters()):
             kept, step = p.clone(), normal(p.shape, seed) * ~dead[name]
-            step = (step + grads[name] * (step.norm() / grads[name].norm())) * 1e-6     # never nearly across the gradient
+            step = 1e-6 * (step + grads[name] * (step.norm() / grads[name].norm()))    # never across the gradient
             rise, fall = loss_with(p, kept + step), loss_with(p, kept - step)
             p.copy_(kept)
             predicted = 2 * (grads[name] * step).sum()
@@ -323,7 +325,8 @@ SOURCES = {  # sites_per_block: what each of the eight sites and the readout rea
 CLOSING = {1: [], 3: [2, 5], 4: [3, 7]}
 
 
-@pytest.mark.parametrize("residual, sites_per_block", [("attnres", 1), ("mhar", 3), ("mhar", 4), ("dar", 3), ("dar_fixed", 4)])
+@pytest.mark.parametrize("residual, sites_per_block", [
+    ("attnres", 1), ("mhar", 3), ("mhar", 4), ("dar", 3), ("dar_fixed", 4)])
 def test_sources_and_description(residual, sites_per_block):
     model = GPT(tiny_config(n_layer=4, residual=residual, sites_per_block=sites_per_block))
     expected = SOURCES[sites_per_block]
@@ -363,8 +366,10 @@ def test_depth_weights_are_those_of_the_reads(variant):
     assert model.pathway.recorder is None
 
 
-def test_plain_residual_has_no_depth_weights():
-    assert random_model().depth_weights(tokens(2, 7)) == []
+def test_plain_residual_does_not_choose():
+    model = random_model()
+    assert model.depth_weights(tokens(2, 7)) == [] and [model.pathway.sources(site) for site in range(5)] == [["running sum"]] * 5
+    assert [line.split("reads ")[1] for line in model.describe().splitlines()[1:]] == [" 1: running sum"] * 5
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -373,8 +378,8 @@ def test_plain_residual_has_no_depth_weights():
 
 @pytest.mark.parametrize("residual", PATHWAYS)
 def test_body_does_not_depend_on_the_pathway(residual):
-    body = [{name: p for name, p in GPT(tiny_config(residual=r), init_seed=seed).named_parameters() if "pathway" not in name}
-            for r, seed in ((residual, 3), ("add", 3), ("add", 4))]
+    models = [GPT(tiny_config(residual=r), init_seed=seed) for r, seed in ((residual, 3), ("add", 3), ("add", 4))]
+    body = [{name: p for name, p in m.named_parameters() if not name.startswith("pathway.")} for m in models]
     assert body[0].keys() == body[1].keys()
     for name, p in body[0].items():
         assert torch.equal(p, body[1][name])
@@ -480,7 +485,7 @@ def test_bf16_compute_keeps_fp32_weights(residual):
     loss = model(idx, idx)[1]
     grads = gradients(model, loss)
     assert loss.dtype == torch.float32 and all(g.dtype == torch.float32 for g in grads.values())
-    # one rounding to bf16 is 2^-9; some dozens in a row come to 1 to 3 per cent of a logit, three times that of a gradient
+    # one rounding to bf16 is 2^-9; dozens in a row come to 1 to 3 per cent of a logit, three times that of a gradient
     assert rel_rms(loss, exact_loss) < 0.01 and 1e-3 < rel_rms(model(idx)[0], exact) < 0.06
     everything, exact_everything = (torch.cat([g.flatten() for g in gs.values()]) for gs in (grads, exact_grads))
     assert rel_rms(everything, exact_everything) < 0.2
@@ -498,7 +503,7 @@ def loss_case():
     return h, weight, targets
 
 
-@pytest.mark.parametrize("rows", [1, 7, 12, 23, 24, 1000])          # of 24: a remainder of 3, an even split, one row over
+@pytest.mark.parametrize("rows", [1, 7, 12, 23, 24, 1000])         # of 24: a remainder of 3, even, one row over
 def test_loss_in_pieces(loss_case, rows, monkeypatch):
     h, weight, targets = loss_case
     expected = F.cross_entropy(h @ weight.T, targets, reduction="none")
