@@ -737,7 +737,7 @@ def draw(logits, temperature, top_k, top_p, generator):
         logits = logits.masked_fill(logits < kth, -torch.inf)
     p = ((logits - logits.amax(-1, keepdim=True)) / temperature).softmax(-1)
     if top_p is not None:
-        ordered, order = p.sort(-1, descending=True, stable=True)
+        ordered, order = p.sort(dim=-1, descending=True, stable=True)
         ordered[ordered.cumsum(-1) - ordered >= top_p] = 0         # keep the smallest set that reaches top_p
         p = torch.zeros_like(p).scatter(-1, order, ordered)
     return torch.multinomial(p, 1, generator=generator).squeeze(-1)

@@ -368,7 +368,8 @@ def test_depth_weights_are_those_of_the_reads(variant):
 
 def test_plain_residual_does_not_choose():
     model = random_model()
-    assert model.depth_weights(tokens(2, 7)) == [] and [model.pathway.sources(site) for site in range(5)] == [["running sum"]] * 5
+    assert model.depth_weights(tokens(2, 7)) == []
+    assert [model.pathway.sources(site) for site in range(5)] == [["running sum"]] * 5
     assert [line.split("reads ")[1] for line in model.describe().splitlines()[1:]] == [" 1: running sum"] * 5
 
 
