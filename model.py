@@ -263,7 +263,7 @@ class Pathway(nn.Module):
         self.n_site = 2 * config.n_layer
         self.route_heads, self.sites_per_block = config.route_heads, config.sites_per_block
         self.norm_eps, self.query_init_std = config.norm_eps, config.query_init_std
-        self.depth_read = None            # a rung of route_kernels, set by GPT
+        self.rung = None                  # of route_kernels, how depth is read; set by GPT
         self.recorder = None              # a list that collects depth weights, set by GPT.depth_weights
 
     def init_weights(self, generator):
@@ -325,6 +325,7 @@ class AttnRes(Pathway):
         rows = self.n_site + 1
         self.query = nn.Parameter(torch.zeros(rows, config.d_model))
         self.gain = nn.Parameter(torch.ones(rows, config.d_model))
+        self.group = route_kernels.group_size(self.n_site, self.sites_per_block)
 
     def init_weights(self, generator):
         nn.init.ones_(self.gain)
@@ -333,22 +334,34 @@ class AttnRes(Pathway):
             nn.init.normal_(self.query, std=self.query_init_std, generator=generator)
 
     def start(self, x):
-        return (x,), None                                          # history, the open block's sum
+        return (x,), None, {}                                      # history, the open block's sum, what was read ahead
 
     def entries(self, state):
-        history, open_block = state
+        history, open_block, _ = state
         return history if open_block is None else history + (open_block,)
 
     def read(self, state, site):
-        return self.attend(self.entries(state), self.query[site], self.gain[site]), None
+        return self.attend(self.entries(state), self.query[site], self.gain[site], ahead=state[2].get(site)), None
 
     def write(self, state, y, site, carry):
-        history, open_block = state
-        return self.file(history, y if open_block is None else open_block + y, site)
+        history, open_block, ahead = state
+        return self.file(history, y if open_block is None else open_block + y, ahead, site)
 
-    def file(self, history, block, site):
-        """The state after `site` wrote to `block`: it joins the history if that was its last site."""
-        return (history + (block,), None) if self.closes_block(site) else (history, block)
+    def file(self, history, block, ahead, site):
+        """The state after `site` wrote to `block`: it joins the history if that was its last site. Where a group of reads
+        begins, their joint pass over the history is made (AttnRes, algorithm 1); nothing but speed depends on it."""
+        if self.closes_block(site):
+            history, block = history + (block,), None
+        first, stop = site + 1, site + 1 + self.group
+        if first % self.group == 0 and first < self.n_site and self.rung.read_ahead is not None:
+            ahead = self.read_ahead(history, range(first, stop if stop < self.n_site else self.n_site + 1))
+        return history, block, ahead
+
+    def read_ahead(self, history, sites):
+        """{site: what its read finds in `history`} for consecutive sites."""
+        rows = slice(sites.start, sites.stop)
+        found = self.rung.read_ahead(history, self.query[rows], self.gain[rows], self.route_heads, self.norm_eps)
+        return dict(zip(sites, found))
 
     def closes_block(self, site):
         return (site + 1) % self.sites_per_block == 0
@@ -357,13 +370,15 @@ class AttnRes(Pathway):
         h, _ = self.read(state, self.n_site)
         return h
 
-    def attend(self, values, query, gain, keys=None):
-        """One depth read over `values`, chosen by `keys` (default: the values themselves)."""
+    def attend(self, values, query, gain, keys=None, ahead=None):
+        """One depth read over `values`, chosen by `keys` (default: the values themselves); `ahead` has what was read ahead
+        of the first of them."""
+        settings = query, gain, self.route_heads, self.norm_eps
         if self.recorder is not None:
-            self.recorder.append(route_kernels.depth_weights(keys or values, query, gain, self.route_heads, self.norm_eps))
+            self.recorder.append(route_kernels.depth_weights(keys or values, *settings))
         if len(values) == 1:                                       # softmax over one source
             return values[0]
-        return self.depth_read(values, query, gain, self.route_heads, self.norm_eps, keys)
+        return self.rung.read(values, *settings, keys) if ahead is None else self.rung.read(values, *settings, keys, ahead)
 
     def sources(self, site):
         S = self.sites_per_block
@@ -432,12 +447,13 @@ class DAR(AttnRes):
         nn.init.constant_(self.gate_bias[:, 4], 2.0)               # M(rho) starts near the identity
 
     def start(self, x):
-        return ((x, x),), None
+        return ((x, x),), None, {}
 
     def read(self, state, site):
         entries = list(zip(*self.entries(state)))                  # [stream][r], each (B, T, C)
+        ahead = state[2].get(site, (None, None))
         h = [self.attend(entries[self.value_stream[j]], self.query[site, j], self.gain[site],
-                         keys=entries[self.key_stream[j]]) for j in (0, 1)]
+                         keys=entries[self.key_stream[j]], ahead=ahead[j]) for j in (0, 1)]
         wide = torch.promote_types(h[0].dtype, torch.float32)
         seen = torch.cat([F.rms_norm(h_j.to(wide), h_j.shape[-1:], eps=self.norm_eps) for h_j in h], dim=-1)
         gates = F.linear(seen, self.gate_weight[site].to(wide), self.gate_bias[site].to(wide)).sigmoid()
@@ -445,13 +461,19 @@ class DAR(AttnRes):
         return alpha[..., :1] * h[0] + alpha[..., 1:] * h[1], (2 * beta, rho)
 
     def write(self, state, y, site, carry):
-        history, block = state
+        history, block, ahead = state
         beta, rho = carry
         new = beta[..., :1] * y, beta[..., 1:] * y
         if block is not None:
             p0, p1 = block
             new = new[0] + rho * p0 + (1 - rho) * p1, new[1] + (1 - rho) * p0 + rho * p1
-        return self.file(history, new, site)
+        return self.file(history, new, ahead, site)
+
+    def read_ahead(self, history, sites):
+        entries, rows = list(zip(*history)), slice(sites.start, sites.stop)
+        found = [self.rung.read_ahead(entries[self.value_stream[j]], self.query[rows, j], self.gain[rows], self.route_heads,
+                                      self.norm_eps, entries[self.key_stream[j]]) for j in (0, 1)]
+        return dict(zip(sites, zip(*found)))
 
     def saved_per_site(self):
         return 8                                                   # and h_j, their norms, y, and a pair of entries
@@ -537,7 +559,7 @@ class GPT(nn.Module):
             raise ConfigError(f"unknown kernels={kernels!r}{nearest(kernels, route_kernels.RUNGS)}; "
                               f"known: auto, {', '.join(route_kernels.RUNGS)}")
         self.kernels = route_kernels.choose() if kernels == "auto" else kernels
-        self.pathway.depth_read = route_kernels.RUNGS[self.kernels]
+        self.pathway.rung = route_kernels.RUNGS[self.kernels]
         self.compute_dtype = None
         self.checkpoint = False
         if not self.embed.weight.is_meta:
@@ -672,7 +694,7 @@ class GPT(nn.Module):
             kind = "readout" if site == p.n_site else type(self.sublayers[site]).__name__
             sources = p.sources(site)
             shown = sources if len(sources) <= 6 else sources[:3] + ["..."] + sources[-2:]
-            ends = "  | closes its block" if p.closes_block(site) and c.sites_per_block > 1 else ""
+            ends = "  | closes its block" if site < p.n_site and c.sites_per_block > 1 and p.closes_block(site) else ""
             lines.append(f"  {site:3d} {kind:9s} reads {len(sources):2d}: {', '.join(shown)}{ends}")
         return "\n".join(lines)
 

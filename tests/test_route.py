@@ -8,7 +8,7 @@ from fla.ops.attnres import naive_attnres
 import route_kernels
 from helpers import assert_close, rel_rms, tiny_config, tokens
 from model import GPT, Add, ConfigError
-from route_kernels import RUNGS, depth_read_lean, depth_read_reference, depth_weights
+from route_kernels import RUNGS, depth_read_lean, depth_read_reference, depth_weights, read_ahead_lean
 
 EPS = 1e-6
 
@@ -134,7 +134,7 @@ def test_bf16_sources_are_read_in_fp32(read, tol, keys):
     assert_close(found, expected, tol)
 
 
-@pytest.mark.parametrize("read", RUNGS.values(), ids=RUNGS)
+@pytest.mark.parametrize("read", [rung.read for rung in RUNGS.values()], ids=RUNGS)
 def test_bf16_parameters_are_multiplied_in_fp32(read):
     """fp32 sources show it: only the gradients of query and gain are bf16, and rounded once."""
     exact = {name: t.bfloat16().double() if name in ("query", "gain") else t.float().double()
@@ -151,7 +151,7 @@ def test_bf16_parameters_are_multiplied_in_fp32(read):
 
 
 @pytest.mark.parametrize("keys", [False, True])
-@pytest.mark.parametrize("read", RUNGS.values(), ids=RUNGS)
+@pytest.mark.parametrize("read", [rung.read for rung in RUNGS.values()], ids=RUNGS)
 def test_gradcheck(read, keys):
     x = random_read(3, 1, 2, 6, keys)
     leaves = [t.requires_grad_() for name, t in x.items() if name != "dout"]
@@ -163,7 +163,7 @@ def test_gradcheck(read, keys):
     assert torch.autograd.gradcheck(f, leaves)
 
 
-@pytest.mark.parametrize("read", RUNGS.values(), ids=RUNGS)
+@pytest.mark.parametrize("read", [rung.read for rung in RUNGS.values()], ids=RUNGS)
 def test_backward_twice_and_inputs_untouched(read):
     x = random_read(5, 2, 3, 12, keys=True)
     leaves = [t.requires_grad_() for name, t in x.items() if name != "dout"]
@@ -176,7 +176,7 @@ def test_backward_twice_and_inputs_untouched(read):
     assert [t._version for t in x.values()] == versions
 
 
-@pytest.mark.parametrize("read", RUNGS.values(), ids=RUNGS)
+@pytest.mark.parametrize("read", [rung.read for rung in RUNGS.values()], ids=RUNGS)
 def test_second_derivatives_are_right_or_refused(read):
     x = random_read(3, 1, 2, 6)
     leaves = [t.requires_grad_() for name, t in x.items() if name != "dout"]
@@ -216,7 +216,7 @@ def test_lean_keeps_little_for_backward():
     model = GPT(tiny_config(n_layer=12, d_model=768, n_head=12, n_kv_head=4, d_ff=2048, vocab_size=512, seq_len=64,
                             residual="mhar"), kernels="lean")
     lean = saved_bytes(model, idx)
-    model.pathway.depth_read = depth_read_reference
+    model.pathway.rung = RUNGS["reference"]
     reference = saved_bytes(model, idx)
     model.pathway = Add(model.config)
     add = saved_bytes(model, idx)
@@ -224,10 +224,49 @@ def test_lean_keeps_little_for_backward():
     assert reference > 2 * add
 
 
+def normal(shape, seed):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+@pytest.mark.parametrize("n_ahead, n_late, G, C, H, B, T, with_keys", [
+    (1, 0, 1, 48, 1, 2, 3, False),       # one source, one read, nothing to merge
+    (5, 3, 4, 48, 4, 2, 5, False),
+    (9, 1, 3, 96, 8, 1, 17, False),      # a depth block: one open sum
+    (3, 2, 2, 33, 3, 3, 1, False),       # odd width, one token
+    (4, 2, 3, 48, 2, 2, 5, True),        # keys of their own
+    (2, 0, 2, 100, 5, 1, 7, True),
+    (33, 6, 8, 24, 3, 1, 4, False)])     # deep
+def test_reading_ahead_and_merging_is_the_read(n_ahead, n_late, G, C, H, B, T, with_keys):
+    """G reads whose first sources were read together equal G reads of all their sources: outputs and every gradient."""
+    N = n_ahead + n_late
+    values = [normal((B, T, C), i).requires_grad_() for i in range(N)]
+    keys = [normal((B, T, C), 100 + i).requires_grad_() for i in range(N)] if with_keys else None
+    query, gain = normal((G, C), 200).requires_grad_(), (1 + 0.3 * normal((G, C), 201)).requires_grad_()
+    cotangents = [normal((B, T, C), 300 + g) for g in range(G)]
+    ahead = read_ahead_lean(values[:n_ahead], query, gain, H, 1e-3, keys and keys[:n_ahead])
+    found = [depth_read_lean(values, query[g], gain[g], H, 1e-3, keys, ahead[g]) for g in range(G)]
+    expected = [depth_read_reference(values, query[g], gain[g], H, 1e-3, keys) for g in range(G)]
+    assert all(rel_rms(a, b) < 1e-14 for a, b in zip(found, expected))
+    inputs = [query, gain, *values, *(keys or [])]
+    for a, b in zip(*(torch.autograd.grad(out, inputs, cotangents, retain_graph=True) for out in (found, expected))):
+        assert rel_rms(a, b) < 1e-12
+    # half the reads unused, as when a loss is taken in the middle of the model
+    for a, b in zip(*(torch.autograd.grad(out[0], inputs, cotangents[0], allow_unused=True, materialize_grads=True) for out in (found, expected))):
+        assert rel_rms(a, b) < 1e-12
+
+
+def test_group_size():
+    """Near the square root of the sites, a divisor of them, a multiple of the depth block."""
+    assert [route_kernels.group_size(2 * n_layer, 1) for n_layer in (1, 2, 6, 8, 12, 24, 36)] == [2, 2, 4, 4, 6, 8, 9]
+    assert [route_kernels.group_size(24, S) for S in (2, 3, 4, 6, 24, 100)] == [6, 6, 4, 6, 24, 100]
+    assert route_kernels.group_size(8, 3) == 3                     # does not divide: the depth block itself
+
+
 def test_model_takes_the_rung_it_is_told(monkeypatch):
     calls = []
-    for name, read in list(RUNGS.items()):
-        monkeypatch.setitem(RUNGS, name, lambda *args, name=name, read=read: (calls.append(name), read(*args))[1])
+    for name, rung in list(RUNGS.items()):
+        monkeypatch.setitem(RUNGS, name, rung._replace(
+            read=lambda *args, name=name, read=rung.read: (calls.append(name), read(*args))[1]))
     for name in RUNGS:
         calls.clear()
         model = GPT(tiny_config(residual="mhar"), kernels=name)
@@ -271,7 +310,7 @@ def test_reference_is_other_implementations(oracle, N, C, H):
     assert_close(run(one_head_at_a_time, x, H), run(depth_read_reference, x, H), 1e-6)
 
 
-@pytest.mark.parametrize("read", RUNGS.values(), ids=RUNGS)
+@pytest.mark.parametrize("read", [rung.read for rung in RUNGS.values()], ids=RUNGS)
 def test_zero_query_is_the_mean(read):
     x = random_read(7, 2, 3, 12)
     values = pick(x, "v")
