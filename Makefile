@@ -21,10 +21,10 @@ venv: .venv/ready
 demo: venv
 	$(BIN)/python prepare_data.py --demo
 	$(BIN)/python train.py configs/demo.py
-	$(BIN)/python eval.py loss out/demo
+	$(BIN)/python eval.py loss out/demo --tokens 65536
 	$(BIN)/python analyze.py curves out/demo
 	$(BIN)/python analyze.py routes out/demo
-	$(BIN)/python eval.py sample out/demo --prompt "class " --max_new_tokens 500
+	$(BIN)/python eval.py sample out/demo --prompt "class " --max_new_tokens 400 --temperature 0.6
 	@echo
 	@echo "Made: data/demo (the corpus), out/demo/log.jsonl (the losses), out/demo/ckpt/latest.pt (the model),"
 	@echo "      out/demo/curves.png (the loss curve), out/demo/routes.png (the learned depth weights)."

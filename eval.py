@@ -65,7 +65,7 @@ def window_losses(model, data, windows, batch_size, device, rank=0, world=1):
         if i % world == rank:
             part = windows[start:start + batch_size]
             x, y = batch(data, np.resize(part, batch_size), model.config.seq_len, device)    # one shape, for torch.compile
-            losses[start:start + len(part)] = model(x, y, reduction="none")[1].mean(1).double().cpu()[:len(part)]
+            losses[start:start + len(part)] = model(x, y, reduction="none")[1].mean(1).cpu()[:len(part)].double()
     model.train(was_training)
     return losses
 
@@ -88,7 +88,7 @@ def text_losses(model, ids, eot, stride, batch_size, device):
             stop, fresh = min(start + T, n), (0 if start == 0 else T - stride)
             x[row, :stop - start] = tokens[start:stop]
             y[row, fresh:stop - start] = tokens[start + 1 + fresh:stop + 1]
-        loss = model(x.to(device), y.to(device), reduction="none")[1].double().cpu()
+        loss = model(x.to(device), y.to(device), reduction="none")[1].cpu().double()
         for row, start in enumerate(group):
             scored = y[row] >= 0
             losses[start + torch.nonzero(scored).squeeze(1)] = loss[row, scored]

@@ -71,7 +71,7 @@ class Tokenizer:
     def token_bytes(self, token):
         """The bytes of one id; none for end of text and other special ids, U+FFFD for an id that is not in use."""
         if self._encoding is None:
-            return bytes([token]) if token < 256 else b""
+            return bytes([token]) if token < 256 else b"" if token == self.eot else "\ufffd".encode()
         if token in self._encoding._special_tokens.values():
             return b""
         try:
@@ -98,7 +98,7 @@ def load_tokenizer(name, split_pattern=None, file=None):
     if name in tiktoken.list_encoding_names():
         try:
             encoding = tiktoken.get_encoding(name)
-        except OSError as e:                                              # requests' errors are OSErrors
+        except (OSError, ValueError) as e:                                # requests' errors are OSErrors; a hash mismatch
             raise DataError(f"tokenizer {name!r} is not in tiktoken's cache and cannot be fetched "
                             f"({type(e).__name__}): set TIKTOKEN_CACHE_DIR to a folder that holds it, or use "
                             "--tokenizer byte or a local tokenizer.json") from None
@@ -163,7 +163,8 @@ def read_tokenizer_json(path, data):
     spec = json.loads(data)
     model, normalizer = spec["model"], spec.get("normalizer")
     need(model.get("type", "BPE") == "BPE", f"model.type is {model.get('type')!r}")
-    need(not model.get("byte_fallback") and not model.get("dropout"), "it uses byte_fallback or dropout")
+    for option in ("byte_fallback", "dropout", "continuing_subword_prefix", "end_of_word_suffix"):
+        need(not model.get(option), f"it uses {option}")
     need(normalizer is None or normalizer["type"] in ("NFC", "NFKC", "NFD", "NFKD"), f"its normalizer is {normalizer}")
     steps = spec["pre_tokenizer"] or {}
     steps = steps.get("pretokenizers", [steps])
@@ -184,6 +185,7 @@ def read_tokenizer_json(path, data):
     merged = ["".join(m.split(" ") if isinstance(m, str) else m) for m in model["merges"]]
     ids = [model["vocab"][token] for token in merged]
     need(ids == sorted(ids), "its merges are not in the order of their ids")
+    need({*ranks.values()} - {*ids} == {ranks[bytes([b])] for b in range(256)}, "its vocabulary has tokens that no merge makes")
     eot = next((added[t] for t in END_OF_TEXT if t in added), None)
     need(eot is not None, f"it has no end-of-text token (one of {', '.join(END_OF_TEXT)})")
     return make_encoding(path, pattern, ranks, added), eot, normalizer and normalizer["type"]
@@ -242,6 +244,10 @@ def documents(path, text_key):
                 raise DataError(f"{where}: not JSON ({e})") from None
             if not isinstance(row, dict) or not isinstance(row.get(text_key), str):
                 raise DataError(f"{where}: no text under {text_key!r} (--text-key): {line[:60].decode(errors='replace').strip()}")
+            try:
+                row[text_key].encode("utf-8")
+            except UnicodeEncodeError:
+                raise DataError(f"{where}: the text holds half of a surrogate pair, which is no character") from None
             yield row[text_key]
 
 
@@ -334,10 +340,7 @@ def prepare(files, tokenizer, out, val_permille=10, text_key="text"):
         with tqdm(total=sum(i["bytes"] for i in inputs), unit="B", unit_scale=True, desc="tokenize", mininterval=0.5) as bar:
             for path, info in zip(files, inputs):
                 for text in documents(path, text_key):
-                    try:
-                        utf8 = text.encode("utf-8")
-                    except UnicodeEncodeError:
-                        raise DataError(f"{path}: a text holds half of a surrogate pair, which is no character") from None
+                    utf8 = text.encode("utf-8")
                     if not utf8:
                         empty += 1
                         continue

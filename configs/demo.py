@@ -11,11 +11,11 @@ d_model = 128
 d_ff = 384
 residual = "mhar"
 
-max_steps = 1500
+max_steps = 1200
 batch_tokens = 1024
 micro_batch_size = 8
 learning_rate = 2e-3
 warmup_steps = 100
-eval_interval = 250
+eval_interval = 200
 eval_tokens = 65_536
-save_interval = 500
+save_interval = 400

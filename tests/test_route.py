@@ -176,7 +176,13 @@ def test_backward_twice_and_inputs_untouched(read):
     assert [t._version for t in x.values()] == versions
 
 
-@pytest.mark.parametrize("read", [rung.read for rung in RUNGS.values()], ids=RUNGS)
+def all_read_ahead(values, query, gain, heads, eps):
+    """A read with no later source to merge."""
+    ahead, = read_ahead_lean(values, query[None], gain[None], heads, eps)
+    return depth_read_lean(values, query, gain, heads, eps, ahead=ahead)
+
+
+@pytest.mark.parametrize("read", [*(rung.read for rung in RUNGS.values()), all_read_ahead], ids=[*RUNGS, "read ahead"])
 def test_second_derivatives_are_right_or_refused(read):
     x = random_read(3, 1, 2, 6)
     leaves = [t.requires_grad_() for name, t in x.items() if name != "dout"]
@@ -251,8 +257,27 @@ def test_reading_ahead_and_merging_is_the_read(n_ahead, n_late, G, C, H, B, T, w
     for a, b in zip(*(torch.autograd.grad(out, inputs, cotangents, retain_graph=True) for out in (found, expected))):
         assert rel_rms(a, b) < 1e-12
     # half the reads unused, as when a loss is taken in the middle of the model
-    for a, b in zip(*(torch.autograd.grad(out[0], inputs, cotangents[0], allow_unused=True, materialize_grads=True) for out in (found, expected))):
+    for a, b in zip(*(torch.autograd.grad(out[0], inputs, cotangents[0], allow_unused=True, materialize_grads=True)
+                      for out in (found, expected))):
         assert rel_rms(a, b) < 1e-12
+
+
+@pytest.mark.parametrize("config, expected", [
+    (dict(residual="attnres"), [(5, 5)]),                             # groups of 4 sites; the readout joins the last
+    (dict(residual="mhar", sites_per_block=3), [(2, 3), (3, 3)]),     # groups are blocks: sites 3-5; 6, 7 and the readout
+    (dict(residual="dar", sites_per_block=4), [(2, 5), (2, 5)]),      # one pass a stream
+])
+def test_groups_are_read_ahead(config, expected, monkeypatch):
+    """What is read ahead in four layers: (sources, reads) of each pass. Nothing but speed would show that it was not."""
+    passes, lean = [], RUNGS["lean"]
+
+    def spy(values, queries, *args):
+        passes.append((len(values), len(queries)))
+        return lean.read_ahead(values, queries, *args)
+
+    monkeypatch.setitem(RUNGS, "lean", lean._replace(read_ahead=spy))
+    GPT(tiny_config(n_layer=4, **config), kernels="lean")(tokens(1, 3))
+    assert passes == expected
 
 
 def test_group_size():

@@ -1,0 +1,73 @@
+"""README does what it says: its code runs as printed, its commands and files exist. And bench.py runs."""
+
+import json
+import re
+import shlex
+
+import pytest
+import torch
+
+import bench
+import model
+import train
+from test_train import ROOT, config_file, corpus  # noqa: F401 (fixtures)
+
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+COMMANDS = re.findall(r"^    (\S.*?)(?:\s+#.*)?$", README, flags=re.M)
+
+
+def test_hack_it_runs_as_printed(corpus, tmp_path, monkeypatch, capsys):
+    (code,) = re.findall(r"```python\n(.*?)```", README, flags=re.S)
+    assert "class DepthAverage" in code and len(code.splitlines()) < 40
+    real = train.main
+    monkeypatch.setattr(model, "PATHWAYS", dict(model.PATHWAYS))
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr(train, "main", lambda argv: real(argv + [
+        f"--data_dir={corpus}", f"--out_dir={tmp_path / 'out'}", "--max_steps=30", "--log_interval=1", "--eval_tokens=512",
+        "--n_layer=2", "--d_model=32", "--seq_len=32", "--batch_tokens=256", "--warmup_steps=5", "--learning_rate=1e-2"]))
+    exec(compile(code, "README.md", "exec"), {})
+    losses = [json.loads(line)["loss"] for line in (tmp_path / "out/log.jsonl").read_text().splitlines()]
+    assert len(losses) == 30 and losses[-1] < losses[0] - 1
+    logits = model.load_checkpoint(tmp_path / "out")["model"]["pathway.logit"]
+    assert logits.shape == (5, 5) and logits[4].std() > 0                  # the readout has learned to choose
+
+
+@pytest.mark.parametrize("command", [c for c in COMMANDS if "train.py" in c])
+def test_training_commands_can_run(command, capsys, monkeypatch):
+    arguments = shlex.split(command)
+    arguments = arguments[arguments.index("train.py") + 1:]
+    train.main(arguments + ["--dry_run"] * ("--dry_run" not in arguments))
+    assert "memory of a process" in capsys.readouterr().out
+
+
+def test_commands_and_links_name_what_exists():
+    assert len(COMMANDS) > 12
+    targets = re.findall(r"^(\w+):", (ROOT / "Makefile").read_text(), flags=re.M)
+    for command in COMMANDS:
+        words = shlex.split(command)
+        if words[0] == "make":
+            assert words[1] in targets, command
+        for word in words:
+            if word.endswith(".py") and word != "my_pathway.py":
+                assert (ROOT / word).exists() or train.find_config(word), command
+    for link in re.findall(r"\]\(([\w./]+)\)", README):
+        assert (ROOT / link).exists(), link
+
+
+def test_published_numbers_are_those_of_the_configs():
+    rows = re.findall(r"^\| `(\w+)` \|[ \d,]*\| *([+\d,]*) *\| (\d\.\d+)", README, flags=re.M)
+    assert len(rows) == 11
+    for name, routing, published in rows:
+        assert published in (ROOT / "configs" / f"{name}.py").read_text(), name
+        _, model_config = train.load_config([name])
+        with torch.device("meta"):
+            assert f"+{model.GPT(model_config).pathway.num_params():,}" == (routing or "+0"), name
+
+
+def test_bench_step(config_file, capsys, tmp_path):
+    bench.main(["step", str(config_file), "--rounds=2", "--steps=1", "--residuals=add,mhar,dar", f"--json={tmp_path / 'b.json'}"])
+    rows = json.loads((tmp_path / "b.json").read_text())
+    assert [r["residual"] for r in rows] == ["add", "mhar", "dar"] and rows[0]["ratio_median"] == 1.0
+    assert all(r["tokens_per_s_low"] <= r["tokens_per_s_median"] <= r["tokens_per_s_high"] for r in rows)
+    assert rows[0]["saved_mib"] < rows[1]["saved_mib"] < rows[2]["saved_mib"]
+    assert "ratio 1.00" in capsys.readouterr().out
