@@ -105,6 +105,9 @@ def numbers(total, tokens, n_bytes):
 def open_checkpoint(path, weights, device):
     """-> (model, tokenizer, state), state without the weights."""
     state = load_checkpoint(path)
+    missing = {"step", "tokenizer"} - state.keys()
+    if missing:
+        raise ConfigError(f"{path} is no checkpoint of train.py: it lacks {' and '.join(sorted(missing))}")
     model = GPT.from_checkpoint(state, weights).to(device)
     meta = state["tokenizer"]
     tokenizer = restore_tokenizer(meta, bytes(meta["file"].numpy()) if meta["file"] is not None else None)

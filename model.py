@@ -21,7 +21,6 @@ Letters: B batch, T time, C width, L layers, N sources, H routing heads, K = C/H
 """
 
 import difflib
-import pickle
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import NamedTuple
@@ -75,7 +74,8 @@ class ModelConfig:
                 raise ConfigError(message)
 
         for name in ("vocab_size", "seq_len", "n_layer", "n_head", "n_kv_head", "d_model", "d_ff"):
-            need(getattr(self, name) >= 1, f"{name} must be at least 1, not {getattr(self, name)}")
+            value = getattr(self, name)
+            need(type(value) is int and value >= 1, f"{name} must be a whole number, at least 1, not {value!r}")
         need(self.n_head % self.n_kv_head == 0,
              f"n_kv_head must divide n_head, but n_head={self.n_head} and n_kv_head={self.n_kv_head}")
         if self.head_dim is None:
@@ -159,7 +159,7 @@ def rope_tables(config):
     inv_freq = 1.0 / config.rope_theta ** (torch.arange(0, config.head_dim, 2).float() / config.head_dim)
     if config.rope_scaling is not None:                                        # Llama 3: slow frequencies are stretched
         s = config.rope_scaling
-        turns = s["original_max_position_embeddings"] * inv_freq / (2 * torch.pi)
+        turns = s["original_max_position_embeddings"] / (2 * torch.pi / inv_freq)            # over the old context
         smooth = (turns - s["low_freq_factor"]) / (s["high_freq_factor"] - s["low_freq_factor"])
         smooth = smooth.clamp(0, 1)
         inv_freq = (1 - smooth) * inv_freq / s["factor"] + smooth * inv_freq
@@ -614,13 +614,15 @@ class GPT(nn.Module):
     def depth_weights(self, idx):
         """
         The weights of every read of idx (B, T): a list of (streams, N, B, T, H), one entry a site, the last the readout;
-        summing to 1 over N. Empty for a pathway that does not attend over depth.
+        summing to 1 over N. Empty for a pathway that does not attend over depth. Without dropout.
         """
         self.pathway.recorder = found = []
+        was_training = self.training
         try:
-            self.hidden(idx)
+            self.eval().hidden(idx)
         finally:
             self.pathway.recorder = None
+            self.train(was_training)
         streams = len(found) // (len(self.sublayers) + 1)
         return [torch.stack(found[i:i + streams]) for i in range(0, len(found), streams or 1)]
 
@@ -635,7 +637,10 @@ class GPT(nn.Module):
         temperature 0 takes the likeliest token; top_k (None or 0 = off) and top_p in (0, 1] cut the tail; ids from n_vocab
         on (rows that pad the embedding) are never drawn. Of a prompt longer than seq_len the newest seq_len tokens are
         read. When the context is full, the newest seq_len // 2 tokens are read again and sampling goes on from there.
+        The model must be in evaluation mode.
         """
+        if self.training and self.config.dropout:
+            raise ConfigError("sampling with dropout: call model.eval() first")
         n_vocab = n_vocab or self.config.vocab_size
         if idx.shape[1] == 0:
             raise ConfigError("the prompt is empty: start from the tokenizer's end-of-text id")
@@ -743,8 +748,9 @@ def load_checkpoint(path):
         state = torch.load(path, map_location="cpu", weights_only=True)
     except FileNotFoundError:
         raise ConfigError(f"no checkpoint at {path}") from None
-    except (pickle.UnpicklingError, RuntimeError, EOFError) as e:
-        raise ConfigError(f"{path} is not a nanoDepth checkpoint, or is cut short ({str(e).splitlines()[0][:120]})") from None
+    except Exception as e:                                         # damaged files make torch raise almost anything
+        reason = (str(e).splitlines() or [type(e).__name__])[0][:120]
+        raise ConfigError(f"{path} is not a nanoDepth checkpoint, or is cut short ({reason})") from None
     if not isinstance(state, dict) or not {"config", "model"} <= state.keys():
         raise ConfigError(f"{path} is not a nanoDepth checkpoint: it has no config and model")
     return state
@@ -758,7 +764,7 @@ def draw(logits, temperature, top_k, top_p, generator):
         kth = logits.topk(min(top_k, logits.shape[-1])).values[:, -1:]
         logits = logits.masked_fill(logits < kth, -torch.inf)
     p = ((logits - logits.amax(-1, keepdim=True)) / temperature).softmax(-1)
-    if top_p is not None:
+    if top_p is not None and top_p < 1:
         ordered, order = p.sort(dim=-1, descending=True, stable=True)
         ordered[ordered.cumsum(-1) - ordered >= top_p] = 0         # keep the smallest set that reaches top_p
         p = torch.zeros_like(p).scatter(-1, order, ordered)

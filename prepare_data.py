@@ -98,7 +98,7 @@ def load_tokenizer(name, split_pattern=None, file=None):
     if name in tiktoken.list_encoding_names():
         try:
             encoding = tiktoken.get_encoding(name)
-        except (OSError, ValueError) as e:                                # requests' errors are OSErrors; a hash mismatch
+        except (OSError, ValueError) as e:                                # no network (requests' are OSErrors), or damage
             raise DataError(f"tokenizer {name!r} is not in tiktoken's cache and cannot be fetched "
                             f"({type(e).__name__}): set TIKTOKEN_CACHE_DIR to a folder that holds it, or use "
                             "--tokenizer byte or a local tokenizer.json") from None

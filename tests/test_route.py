@@ -264,11 +264,11 @@ def test_reading_ahead_and_merging_is_the_read(n_ahead, n_late, G, C, H, B, T, w
 
 @pytest.mark.parametrize("config, expected", [
     (dict(residual="attnres"), [(5, 5)]),                             # groups of 4 sites; the readout joins the last
-    (dict(residual="mhar", sites_per_block=3), [(2, 3), (3, 3)]),     # groups are blocks: sites 3-5; 6, 7 and the readout
+    (dict(residual="mhar", sites_per_block=3), [(2, 3), (3, 3)]),     # groups are blocks
     (dict(residual="dar", sites_per_block=4), [(2, 5), (2, 5)]),      # one pass a stream
 ])
 def test_groups_are_read_ahead(config, expected, monkeypatch):
-    """What is read ahead in four layers: (sources, reads) of each pass. Nothing but speed would show that it was not."""
+    """(sources, reads) of each pass in four layers. Nothing but speed would show that they were not made."""
     passes, lean = [], RUNGS["lean"]
 
     def spy(values, queries, *args):

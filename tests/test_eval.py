@@ -1,0 +1,542 @@
+"""eval.py: losses, perplexity and bits per byte against direct computations, sampling, checkpoints; and analyze.py."""
+
+import io
+import json
+import math
+import os
+import pickle
+import subprocess
+import sys
+from dataclasses import asdict
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import analyze
+from bpe import SOURCES, save_bpe
+from eval import choose_device, main, text_losses, val_windows, window_losses
+from helpers import random_model, tiny_config, tokens
+from model import GPT, PATHWAYS, ConfigError, load_checkpoint
+from prepare_data import DataError, TokenBin, load_tokenizer, prepare
+
+ROOT = Path(__file__).parents[1]
+T = 16                                                                     # seq_len of tiny_config
+BYTE = load_tokenizer("byte")
+TEXT = "naïve 日本語 €5 😀 e\u0301, " * 3
+
+
+def byte_model(seed=0, **kw):
+    """Random weights in float64."""
+    return random_model(seed, **{"vocab_size": 257, "residual": "mhar"} | kw).eval()
+
+
+def bpe_model(tokenizer, seed=0):
+    return byte_model(seed, vocab_size=tokenizer.n_vocab)
+
+
+def save(path, model, tokenizer=BYTE, data_dir="nowhere", **changes):
+    """A checkpoint as train.py writes it, less the optimizer's state."""
+    file = None if tokenizer.file is None else torch.frombuffer(bytearray(tokenizer.file), dtype=torch.uint8)
+    state = {"model": model.state_dict(), "step": 7, "best_val_loss": 1.5, "data": {"train": "", "val": ""},
+             "config": asdict(model.config) | {"data_dir": str(data_dir), "max_steps": 7},
+             "tokenizer": tokenizer.meta() | {"file": file}}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    torch.save(state | changes, path)
+    return path
+
+
+def chain(ids, vocab_size=257, **kw):
+    """A model in which each of `ids` (all unlike) is followed by the next, surely: the embedding is one-hot, the body is zero."""
+    model = GPT(tiny_config(vocab_size=vocab_size, d_model=vocab_size, n_head=1, n_kv_head=1, head_dim=2, n_layer=1,
+                            tie_embeddings=False, **kw))
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            if not name.endswith("norm.weight"):
+                p.zero_()
+        model.embed.weight.fill_diagonal_(1)
+        for a, b in pairwise(ids):
+            model.lm_head.weight[b, a] = 10
+    return model
+
+
+def chain_of(text):
+    return chain([*text.encode(), BYTE.eot])
+
+
+@pytest.fixture
+def checkpoint(tmp_path):
+    """checkpoint(model, ...) saves it and returns the path as text."""
+    return lambda model, *args, **kw: str(save(tmp_path / "ckpt.pt", model, *args, **kw))
+
+
+@pytest.fixture
+def evaluated(tmp_path):
+    """evaluated(command, ...) runs eval.py and returns the rows of its JSON."""
+    def go(*arguments):
+        main([*map(str, arguments), "--json", str(tmp_path / "out.json")])
+        return json.loads((tmp_path / "out.json").read_text(encoding="utf-8"))
+    return go
+
+
+@pytest.fixture
+def corpus(tmp_path):
+    """corpus(tokenizer) -> a data folder of some of this repository's lines and of unlike scripts."""
+    def go(tokenizer=BYTE, name="data"):
+        lines = SOURCES.splitlines()[:120] + [f"{i} {TEXT}" for i in range(20)]
+        (tmp_path / "lines.jsonl").write_text("\n".join(json.dumps({"text": line}) for line in lines))
+        prepare([tmp_path / "lines.jsonl"], tokenizer, tmp_path / name, val_permille=300)
+        return tmp_path / name
+    return go
+
+
+def surprise(model, ids):
+    """-log p of each id that follows the first, in float64, one context at a time."""
+    with torch.no_grad():
+        return [-model(torch.tensor([ids[:i]]))[0][0, -1].double().log_softmax(-1)[ids[i]].item() for i in range(1, len(ids))]
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# loss on a val split
+
+
+@pytest.mark.parametrize("style", ["byte", "gpt2"])
+def test_loss_is_the_direct_mean_for_any_batch_size(style, corpus, checkpoint, evaluated, tmp_path):
+    tokenizer = BYTE if style == "byte" else load_tokenizer(str(save_bpe(tmp_path / "toy.json")))
+    folder = corpus(tokenizer)
+    model = bpe_model(tokenizer)
+    path = checkpoint(model, tokenizer, folder)
+    data = TokenBin(folder, "val")
+    n = data.n_windows(T)
+    windows = np.arange(7) * n // 7                                        # no multiple of 3 or 8
+    scored = data.windows(windows, T)
+    total = sum(sum(surprise(model, w.tolist())) for w in scored)
+    n_bytes = sum(len(tokenizer.token_bytes(i)) for i in scored[:, 1:].flatten())
+    assert tokenizer.eot in scored[:, 1:] and n_bytes > 0
+    for batch_size in (1, 3, 8):
+        row, = evaluated("loss", path, "--tokens", 7 * T + 5, "--batch_size", batch_size)
+        assert row["loss"] == pytest.approx(total / (7 * T), rel=1e-10)
+        assert row["perplexity"] == pytest.approx(math.exp(total / (7 * T)), rel=1e-8)
+        assert row["bits_per_byte"] == pytest.approx(total / math.log(2) / n_bytes, rel=1e-10)
+        assert {k: v for k, v in row.items() if k not in ("loss", "perplexity", "bits_per_byte")} == {
+            "checkpoint": path, "step": 7, "weights": "model", "data": str(folder / "val.bin"), "tokens": 7 * T, "bytes": n_bytes,
+            "context": T, "stride": T}
+    row, = evaluated("loss", path)                                         # all windows
+    assert row["tokens"] == n * T
+
+
+def test_table_says_what_the_numbers_rest_on(corpus, tmp_path, evaluated, capsys):
+    folder = corpus()
+    paths = [save(tmp_path / f"{t}.pt", byte_model(seq_len=t), data_dir=folder) for t in (8, 16)]
+    rows = evaluated("loss", *paths)
+    assert [r["context"] for r in rows] == [8, 16] and rows[0]["loss"] != rows[1]["loss"]
+    header, *lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 2
+    for line, row in zip(lines, rows):
+        cells = {key: line[header.index(key):].split()[0] for key in header.split()}
+        assert cells == {k: f"{v:.4f}" if isinstance(v, float) else str(v) for k, v in row.items()}
+
+
+def test_data_dir_names_other_data_of_the_same_tokenizer_only(corpus, checkpoint, evaluated, tmp_path):
+    path = checkpoint(byte_model())
+    with pytest.raises(DataError, match="no data in nowhere"):
+        main(["loss", path])
+    folder = corpus()
+    assert evaluated("loss", path, "--data_dir", folder)[0]["data"] == str(folder / "val.bin")
+    other = corpus(load_tokenizer(str(save_bpe(tmp_path / "toy.json"))), "other")
+    with pytest.raises(DataError, match="other/val.bin was made with tokenizer 'toy.json', .*ckpt.pt was trained with another, 'byte'"):
+        main(["loss", path, "--data_dir", str(other)])
+
+
+def test_val_windows_are_fixed_and_evenly_spread(corpus):
+    data = TokenBin(corpus(), "val")
+    n = data.n_windows(T)
+    assert val_windows(data, T, None).tolist() == list(range(n)) == val_windows(data, T, n * T).tolist()
+    some = val_windows(data, T, 10 * T + T - 1)
+    assert len(some) == 10 and some[0] == 0 and set(np.diff(some)) <= {n // 10, n // 10 + 1} and some[-1] >= n - 1 - n // 10 - 1
+    for bad in (0, T - 1, (n + 1) * T, -T):
+        with pytest.raises(ConfigError, match=rf"eval_tokens={bad}, but .*val.bin has {n} windows of seq_len=16: choose 16 to {n * T}"):
+            val_windows(data, T, bad)
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_processes_share_the_windows(world, corpus):
+    data, model = TokenBin(corpus(), "val"), byte_model().train()
+    windows = np.arange(10)
+    whole = window_losses(model, data, windows, 4, "cpu")
+    parts = [window_losses(model, data, windows, 4, "cpu", rank, world) for rank in range(world)]
+    assert torch.equal(sum(parts), whole) and all((part != whole).any() for part in parts) and model.training
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# text files
+
+
+@pytest.mark.parametrize("stride", [T, T // 2, 5, 1])
+@pytest.mark.parametrize("n", [1, T - 1, T, T + 1, 2 * T, 2 * T + 3])
+def test_text_losses_against_one_token_at_a_time(n, stride):
+    """An id is scored by the first window that reaches it; windows start every `stride` ids, the text after an end of text."""
+    model, ids = byte_model(), tokens(n, vocab=256).numpy()
+    text = [BYTE.eot, *ids.tolist()]
+    expected = []
+    for i in range(n):
+        start = max(0, math.ceil((i + 1 - T) / stride)) * stride
+        assert i < start + T
+        expected.append(surprise(model, text[start:i + 2])[-1])
+    for batch_size in (1, 3, 8):
+        assert text_losses(model, ids, BYTE.eot, stride, batch_size, "cpu").tolist() == pytest.approx(expected, rel=1e-10)
+
+
+@pytest.mark.parametrize("style", ["byte", "gpt2", "llama3"])
+def test_bits_per_byte_are_those_of_the_text(style, tmp_path, checkpoint, evaluated):
+    tokenizer = BYTE if style == "byte" else load_tokenizer(str(save_bpe(tmp_path / "toy.json", style)))
+    model = bpe_model(tokenizer)
+    ids = tokenizer.encode(TEXT)
+    assert any("\ufffd" in tokenizer.decode([i]) for i in ids)             # ids that are parts of characters
+    (tmp_path / "a.txt").write_bytes(b"\xef\xbb\xbf" + TEXT.encode())
+    (tmp_path / "b.txt").write_text("x")
+    losses = text_losses(model, ids, tokenizer.eot, 4, 1, "cpu")
+    long, short = evaluated("text", checkpoint(model, tokenizer), tmp_path / "a.txt", tmp_path / "b.txt", "--stride", 4)
+    assert long["bytes"] == len(TEXT.encode()) and long["tokens"] == len(ids) and (long["context"], long["stride"]) == (T, 4)
+    bits = -sum(math.log2(math.exp(-loss)) for loss in losses.tolist())
+    assert long["bits_per_byte"] == pytest.approx(bits / len(TEXT.encode()), rel=1e-9)
+    assert (short["text"], short["bytes"], short["tokens"]) == (str(tmp_path / "b.txt"), 1, 1)
+    assert short["loss"] == pytest.approx(surprise(model, [tokenizer.eot, *tokenizer.encode("x")])[0], rel=1e-10)
+
+
+def test_perplexity_of_a_uniform_model_is_the_vocabulary(corpus, tmp_path, checkpoint, evaluated):
+    model = chain([])
+    (tmp_path / "a.txt").write_text("any text of some length")
+    path = checkpoint(model, data_dir=corpus())
+    row, = evaluated("text", path, tmp_path / "a.txt")
+    for row in (row, *evaluated("loss", path)):
+        assert row["perplexity"] == pytest.approx(257, rel=1e-5) and row["loss"] == pytest.approx(math.log(257), rel=1e-6)
+    assert evaluated("text", path, tmp_path / "a.txt")[0]["bits_per_byte"] == pytest.approx(math.log2(257), rel=1e-6)
+
+
+@pytest.mark.parametrize("content, message", [(b"", "a.txt is empty"), (b"\xef\xbb\xbf", "a.txt is empty"),
+                                              ("Grüße".encode("latin-1"), r"a.txt: not UTF-8 \(byte 2\)")])
+def test_text_that_cannot_be_scored(content, message, tmp_path, checkpoint):
+    (tmp_path / "a.txt").write_bytes(content)
+    with pytest.raises(DataError, match=message):
+        main(["text", checkpoint(byte_model()), str(tmp_path / "a.txt")])
+
+
+@pytest.mark.parametrize("command, option, value, message", [
+    ("text", "stride", 0, "--stride must be in 1 .. 16 .* not 0"), ("text", "stride", 17, "--stride must be in 1 .. 16 .* not 17"),
+    ("text", "stride", -1, "not -1"), ("text", "batch_size", 0, "--batch_size must be at least 1, not 0"),
+    ("loss", "batch_size", -1, "--batch_size must be at least 1, not -1"), ("loss", "tokens", 0, "choose 16 to"),
+    ("loss", "weights", "ema", "the checkpoint has no 'ema' weights; it has model, step"),
+    ("sample", "temperature", -1, "temperature must not be negative, not -1"), ("sample", "top_k", -1, "top_k must not be negative"),
+    ("sample", "top_p", 0, "top_p must be in"), ("sample", "top_p", 1.5, "top_p must be in"),
+    ("sample", "max_new_tokens", 0, "--max_new_tokens and --num_samples must be at least 1"),
+    ("sample", "num_samples", -1, "--max_new_tokens and --num_samples must be at least 1"),
+    ("loss", "device", "gpu", "unknown device='gpu'; known: auto, cpu, cuda, mps")])
+def test_options_that_cannot_work_are_named(command, option, value, message, corpus, checkpoint, tmp_path):
+    path = checkpoint(byte_model(), data_dir=corpus())
+    (tmp_path / "a.txt").write_text("text")
+    with pytest.raises(ConfigError, match=message) as e:
+        main([command, path, *([str(tmp_path / "a.txt")] if command == "text" else []), f"--{option}={value}"])
+    assert "\n" not in str(e.value)
+
+
+@pytest.mark.parametrize("device", ["cuda", "cuda:1", "mps"])
+def test_devices_that_are_not_there(device, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: False)
+    with pytest.raises(ConfigError, match=f"device={device}, but torch .*: use --device=cpu"):
+        choose_device(device)
+    assert choose_device("auto") == "cpu"
+
+
+@pytest.mark.parametrize("command", ["loss", "text", "sample"])
+def test_broken_weights_give_a_message_and_no_number(command, corpus, checkpoint, tmp_path):
+    model = byte_model(tie_embeddings=False)
+    path = checkpoint(model, data_dir=corpus())
+    with torch.no_grad():
+        model.lm_head.weight[3, 5] = math.nan
+    checkpoint(model, data_dir=tmp_path / "data")
+    (tmp_path / "a.txt").write_text("text")
+    with pytest.raises(ConfigError, match="the checkpoint is broken"):
+        main([command, path, *([str(tmp_path / "a.txt")] if command == "text" else []), "--json", str(tmp_path / "out.json")])
+    assert not (tmp_path / "out.json").exists()
+
+
+def test_ids_beyond_the_vocabulary_of_the_model_are_named(corpus, checkpoint, tmp_path):
+    path = checkpoint(byte_model(vocab_size=200), data_dir=corpus())
+    (tmp_path / "a.txt").write_text("plain ÿ")                             # bytes 195 and 191
+    for arguments in (["loss", path], ["sample", path, "--prompt", ""]):
+        with pytest.raises(DataError, match="holds? token id 256, but the model's vocab_size is 200"):
+            main(arguments)
+    with pytest.raises(DataError, match="token id 256"):                   # the end of text before it
+        main(["text", path, str(tmp_path / "a.txt")])
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# sampling
+
+
+class Pieces(io.StringIO):
+    """Standard output that remembers what was written at once."""
+    def __init__(self):
+        super().__init__()
+        self.pieces = []
+
+    def write(self, piece):
+        self.pieces.append(piece)
+        return super().write(piece)
+
+
+def test_characters_are_printed_whole_and_end_of_text_stops(checkpoint, evaluated, monkeypatch):
+    monkeypatch.setattr(sys, "stdout", out := Pieces())
+    row, = evaluated("sample", checkpoint(chain_of("aé€😀!")), "--prompt", "a", "--temperature", 0)
+    assert out.getvalue() == "aé€😀!\n" and [p for p in out.pieces if p] == ["a", "é", "€", "😀", "!", "\n"]
+    assert row == {"prompt": "a", "text": "é€😀!", "tokens": 11, "seed": 0, "ended": True}
+
+
+def test_a_character_left_unfinished_is_marked(checkpoint, evaluated, capsys):
+    row, = evaluated("sample", checkpoint(chain_of("aé€!")), "--prompt", "a", "--temperature", 0, "--max_new_tokens", 4)
+    assert row["text"] == "é\ufffd" and row["tokens"] == 4 and not row["ended"] and capsys.readouterr().out == "aé\ufffd\n"
+
+
+def test_empty_prompt_starts_a_document(checkpoint, evaluated, capsys):
+    path = checkpoint(chain([BYTE.eot, *b"xyz", 10]))
+    assert evaluated("sample", path, "--temperature", 0, "--max_new_tokens", 4)[0]["text"] == "xyz\n"
+    out, err = capsys.readouterr()
+    assert out == "xyz\n\n" and "4 tokens" in err
+
+
+def test_prompt_is_text_whatever_it_says(checkpoint, evaluated):
+    row, = evaluated("sample", checkpoint(chain_of(">!")), "--prompt", "<|endoftext|>", "--temperature", 0)
+    assert row["text"] == "!" and row["ended"]
+    row, = evaluated("sample", checkpoint(chain_of("é!")), "--prompt", "\udcc3\udca9", "--temperature", 0)   # of an ASCII terminal
+    assert (row["prompt"], row["text"]) == ("é", "!")
+
+
+def test_prompt_longer_than_the_context(checkpoint, evaluated, capsys):
+    ring = [*b"abcdefghijklmnopqrstuvwxyz"]
+    path = checkpoint(chain([*ring, ring[0]]))
+    prompt = "abcdefghijklmnopqrst"
+    for length in (T - 1, T, T + 1, T + 4):
+        row, = evaluated("sample", path, "--prompt", prompt[:length], "--temperature", 0, "--max_new_tokens", 40)
+        assert row["text"] == ("abcdefghijklmnopqrstuvwxyz" * 3)[length:length + 40]
+        notice = f"the prompt has {length} tokens, the context {T}: the newest are read" in capsys.readouterr().err
+        assert notice == (length > T)
+
+
+def test_seeds(checkpoint, evaluated):
+    path = checkpoint(byte_model())
+    options = ["--max_new_tokens", 30, "--temperature", 1, "--num_samples", 3]
+    a, b = (evaluated("sample", path, *options, "--seed", 5) for _ in range(2))
+    assert a == b and [r["seed"] for r in a] == [5, 6, 7] and len({r["text"] for r in a}) == 3
+    assert evaluated("sample", path, *options[:4], "--seed", 6) == [a[1]]
+
+
+@pytest.mark.parametrize("options, varied", [
+    (["--temperature", 0], False), (["--temperature", 1e-9], False), (["--top_k", 1], False), (["--top_p", 1e-9], False),
+    (["--top_k", 10**9], True), (["--top_k", 0], True), (["--top_p", 1], True)])
+def test_greedy_and_not(options, varied, checkpoint, evaluated):
+    path = checkpoint(byte_model())
+    texts = {evaluated("sample", path, "--max_new_tokens", 20, "--seed", seed, *options)[0]["text"] for seed in range(3)}
+    assert (len(texts) == 3) if varied else (len(texts) == 1)
+
+
+@pytest.mark.parametrize("temperature", [0, 1])
+def test_rows_that_pad_the_vocabulary_are_never_drawn(temperature, checkpoint, evaluated):
+    model = chain([], vocab_size=384)
+    with torch.no_grad():
+        model.lm_head.weight[257:] = 100
+        model.lm_head.weight[65] = 50
+    row, = evaluated("sample", checkpoint(model), "--prompt", "x", "--temperature", temperature, "--max_new_tokens", 20)
+    assert row["text"] == "A" * 20
+
+
+def test_an_id_that_is_not_in_use_is_marked(tmp_path, checkpoint, evaluated):
+    def edit(spec):
+        spec["added_tokens"].append(spec["added_tokens"][0] | {"id": 610, "content": "<|far|>"})
+
+    tokenizer = load_tokenizer(str(save_bpe(tmp_path / "toy.json", edit=edit)))
+    a, b, c = (int(tokenizer.encode(letter)[0]) for letter in "abc")
+    path = checkpoint(chain([a, 605, b, 610, c, tokenizer.eot], vocab_size=640), tokenizer)
+    assert evaluated("sample", path, "--prompt", "a", "--temperature", 0)[0]["text"] == "\ufffdbc"
+
+
+def test_the_checkpoint_carries_its_tokenizer(tmp_path, checkpoint, evaluated):
+    file = save_bpe(tmp_path / "toy.json", "qwen")
+    tokenizer = load_tokenizer(str(file))
+    path = checkpoint(bpe_model(tokenizer), tokenizer)
+    (tmp_path / "a.txt").write_text(TEXT, encoding="utf-8")
+    before = evaluated("text", path, tmp_path / "a.txt"), evaluated("sample", path, "--prompt", TEXT)
+    file.unlink()
+    assert (evaluated("text", path, tmp_path / "a.txt"), evaluated("sample", path, "--prompt", TEXT)) == before
+
+    other = load_tokenizer(str(save_bpe(tmp_path / "toy.json", "gpt2")))
+    other.sha256 = tokenizer.sha256
+    with pytest.raises(DataError, match="'toy.json' found here is not the one"):
+        main(["sample", checkpoint(bpe_model(tokenizer), other)])
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# checkpoints
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("residual", PATHWAYS)
+def test_round_trip(residual, tied, checkpoint):
+    model, idx = byte_model(residual=residual, tie_embeddings=tied), tokens(2, T)
+    again = GPT.from_checkpoint(checkpoint(model))
+    assert again.config == model.config and not again.training
+    assert torch.equal(again(idx)[0], model(idx)[0])
+    assert (again.lm_head.weight.data_ptr() == again.embed.weight.data_ptr()) == tied
+
+
+@pytest.mark.parametrize("prefix", ["_orig_mod.", "module.", "module._orig_mod.", "_orig_mod.module."])
+def test_prefixes_of_wrapped_models(prefix, checkpoint):
+    model, idx = byte_model(), tokens(1, T)
+    path = checkpoint(model, model={prefix + name: w for name, w in model.state_dict().items()})
+    assert torch.equal(GPT.from_checkpoint(path)(idx)[0], model(idx)[0])
+
+
+@pytest.mark.parametrize("change, message", [
+    (lambda w: w.pop("norm.weight"), "lacks norm.weight"), (lambda w: w.pop("lm_head.weight"), "lacks lm_head.weight"),
+    (lambda w: w.update(extra=w["norm.weight"]), "has extra, which this model has not"),
+    (lambda w: w.update({"norm.weight": torch.ones(3)}), r"has norm.weight as \(3,\), not \(24,\)"),
+    (lambda w: w.clear(), r"lacks .*, lacks .*, lacks .* \(and \d+ more\)$")])
+def test_weights_that_do_not_fit_are_named(change, message, checkpoint):
+    model = byte_model(tie_embeddings=False)
+    weights = dict(model.state_dict())
+    change(weights)
+    with pytest.raises(ConfigError, match="the checkpoint .*" + message):
+        GPT.from_checkpoint(checkpoint(model, model=weights))
+
+
+def test_ema_weights(tmp_path, checkpoint, evaluated):
+    model, average = byte_model(0), byte_model(1)
+    path = checkpoint(model, ema=average.state_dict())
+    (tmp_path / "a.txt").write_text("text")
+    rows = [evaluated("text", path, tmp_path / "a.txt", "--weights", weights)[0] for weights in ("model", "ema")]
+    for row, m in zip(rows, (model, average)):
+        assert row["loss"] == pytest.approx(text_losses(m, BYTE.encode("text"), BYTE.eot, T, 1, "cpu").mean().item(), rel=1e-10)
+    assert [r["weights"] for r in rows] == ["model", "ema"] and rows[0]["loss"] != rows[1]["loss"]
+
+
+def test_run_folders_stand_for_their_latest_checkpoint(tmp_path):
+    save(tmp_path / "run/ckpt/latest.pt", byte_model())
+    assert load_checkpoint(tmp_path / "run")["step"] == 7
+    with pytest.raises(ConfigError, match="no checkpoint at .*ckpt/latest.pt"):
+        load_checkpoint(tmp_path)
+    with pytest.raises(ConfigError, match="no checkpoint at .*missing.pt"):
+        load_checkpoint(tmp_path / "missing.pt")
+
+
+def cut(size):
+    return lambda data: data[:size] if size > 0 else data[:len(data) + size]
+
+
+@pytest.mark.parametrize("damage", [cut(1), cut(3), cut(100), cut(1000), cut(-1), cut(-1000), cut(-20_000),
+                                    lambda data: b"", lambda data: b"hello world\n" * 9, lambda data: data[50:],
+                                    lambda data: bytes(range(255, 0, -1)), lambda data: pickle.dumps({"model": 3}),
+                                    lambda data: b'{"config": {}, "model": {}}'])
+def test_files_that_are_no_checkpoint(damage, checkpoint):
+    path = Path(checkpoint(byte_model()))
+    path.write_bytes(damage(path.read_bytes()))
+    with pytest.raises(ConfigError, match="ckpt.pt is not a nanoDepth checkpoint") as e:
+        load_checkpoint(path)
+    assert "\n" not in str(e.value)
+
+
+@pytest.mark.parametrize("content", [3, [1], {"model": {}}, {"config": {}}])
+def test_other_content_is_no_checkpoint(content, tmp_path):
+    torch.save(content, tmp_path / "ckpt.pt")
+    with pytest.raises(ConfigError, match="ckpt.pt is not a nanoDepth checkpoint: it has no config and model"):
+        load_checkpoint(tmp_path / "ckpt.pt")
+
+
+class Bomb:
+    """What makes a folder when it is unpickled."""
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return os.mkdir, (self.path,)
+
+
+@pytest.mark.parametrize("write", [lambda bomb, path: torch.save({"model": {}, "config": bomb}, path),
+                                   lambda bomb, path: path.write_bytes(pickle.dumps({"model": {}, "config": bomb})),
+                                   lambda bomb, path: path.write_bytes(pickle.dumps(bomb))])
+def test_nothing_in_a_checkpoint_is_executed(write, tmp_path):
+    write(Bomb(str(tmp_path / "executed")), tmp_path / "ckpt.pt")
+    with pytest.raises(ConfigError, match="ckpt.pt is not a nanoDepth checkpoint"):
+        load_checkpoint(tmp_path / "ckpt.pt")
+    assert not (tmp_path / "executed").exists()
+    pickle.loads(pickle.dumps(Bomb(str(tmp_path / "executed"))))
+    assert (tmp_path / "executed").exists()                                # the bomb works
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# the command line
+
+
+def command(*arguments, **env):
+    return subprocess.run([sys.executable, *map(str, arguments)], cwd=ROOT, capture_output=True, encoding="utf-8", timeout=120,
+                          env=os.environ | env)
+
+
+def test_samples_are_utf8_in_any_locale(tmp_path, checkpoint):
+    path = checkpoint(chain_of("日本!"))
+    done = command("-X", "utf8=0", "eval.py", "sample", path, "--prompt", "日", "--temperature", 0, "--json", tmp_path / "out.json",
+                   LC_ALL="POSIX", PYTHONCOERCECLOCALE="0", PYTHONUTF8="0")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "日本!\n" and json.loads((tmp_path / "out.json").read_text("utf-8"))[0]["text"] == "本!"
+
+
+def test_errors_are_one_line(tmp_path, checkpoint):
+    path = Path(checkpoint(byte_model()))
+    path.write_bytes(path.read_bytes()[:5000])
+    for arguments, message in ((["loss", path], "is not a nanoDepth checkpoint, or is cut short"),
+                               (["loss", tmp_path / "missing.pt"], "no checkpoint at")):
+        done = command("eval.py", *arguments)
+        assert (done.returncode, done.stdout, done.stderr.count("\n")) == (1, "", 1)
+        assert done.stderr.startswith("eval.py: ") and message in done.stderr
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# analyze.py
+
+
+def test_curves(tmp_path, capsys):
+    log = [{"step": s, "tokens": 100 * s, "loss": 5 / s, **({"val_loss": 4 / s} if s % 2 else {})} for s in range(1, 6)]
+    for run in ("a", "b"):
+        (tmp_path / run).mkdir()
+        (tmp_path / run / "log.jsonl").write_text("".join(json.dumps(row) + "\n" for row in log))
+    analyze.main(["curves", str(tmp_path / "a"), str(tmp_path / "b")])
+    assert (tmp_path / "a/curves.png").read_bytes().startswith(b"\x89PNG")
+    numbers = json.loads((tmp_path / "a/curves.json").read_text())
+    assert list(numbers) == [str(tmp_path / "a"), str(tmp_path / "b")]
+    assert numbers[str(tmp_path / "b")] == {"train": [[100 * s, 5 / s] for s in range(1, 6)],
+                                            "val": [[100 * s, 4 / s] for s in (1, 3, 5)]}
+    with pytest.raises(ConfigError, match="no run at .*c: it has no log.jsonl"):
+        analyze.main(["curves", str(tmp_path / "c")])
+
+
+@pytest.mark.parametrize("residual, heads", [("mhar", 2), ("dar", 1)])
+def test_routes(residual, heads, tmp_path, checkpoint, corpus):
+    model, folder = byte_model(residual=residual), corpus()
+    analyze.main(["routes", checkpoint(model, data_dir=folder), "--out", str(tmp_path / "r.png"), "--tokens", str(5 * T)])
+    assert (tmp_path / "r.png").read_bytes().startswith(b"\x89PNG")
+    numbers = json.loads((tmp_path / "r.json").read_text())
+    data = TokenBin(folder, "val")
+    idx = torch.from_numpy(data.windows(val_windows(data, T, 5 * T), T)[:, :-1])
+    assert numbers["tokens"] == 5 * T and len(numbers["weights"]) == len(numbers["sources"]) == 2 * model.config.n_layer + 1
+    for weights, names, expected in zip(numbers["weights"], numbers["sources"], model.depth_weights(idx)):
+        weights = np.array(weights)                                        # (stream, source, head)
+        assert weights.shape == (2 if residual == "dar" else 1, len(names), heads)
+        np.testing.assert_allclose(weights.sum(1), 1, rtol=1e-6)
+        np.testing.assert_allclose(weights, expected.mean((2, 3)).numpy(), rtol=1e-6)
+
+
+def test_routes_need_a_pathway_that_attends(checkpoint, corpus):
+    with pytest.raises(ConfigError, match="residual='add' does not attend over depth"):
+        analyze.main(["routes", checkpoint(byte_model(residual="add"), data_dir=corpus()), "--tokens", str(T)])
