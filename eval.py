@@ -29,10 +29,13 @@ def choose_device(name):
     """'auto' -> cuda, mps or cpu; any other name is checked to be there."""
     if name == "auto":
         return "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
-    if name == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("device=cuda, but torch sees no GPU: use --device=cpu, or install a CUDA build of torch")
-    if name == "mps" and not torch.backends.mps.is_available():
-        raise ConfigError("device=mps, but torch has no MPS here: use --device=cpu")
+    kind = name.partition(":")[0]                                          # of cuda:1, say
+    if kind not in ("cpu", "cuda", "mps"):
+        raise ConfigError(f"unknown device={name!r}; known: auto, cpu, cuda, mps")
+    if kind == "cuda" and not torch.cuda.is_available():
+        raise ConfigError(f"device={name}, but torch sees no GPU: use --device=cpu, or install a CUDA build of torch")
+    if kind == "mps" and not torch.backends.mps.is_available():
+        raise ConfigError(f"device={name}, but torch has no MPS here: use --device=cpu")
     return name
 
 
@@ -98,6 +101,8 @@ def text_losses(model, ids, eot, stride, batch_size, device):
 def numbers(total, tokens, n_bytes):
     """The figures of `total` nats over `tokens` scored tokens that spell n_bytes bytes."""
     loss = total / tokens
+    if not loss < 700:                                                     # NaN too; exp(709) is the largest of a float
+        raise ConfigError(f"the loss is {loss:.4g} nats a token: the checkpoint is broken")
     return {"loss": loss, "perplexity": math.exp(loss), "bits_per_byte": total / math.log(2) / n_bytes if n_bytes else None,
             "tokens": tokens, "bytes": n_bytes}
 
@@ -114,6 +119,12 @@ def open_checkpoint(path, weights, device):
     return model, tokenizer, {key: state[key] for key in ("config", "step")}
 
 
+def check_ids(top, model, where):
+    """Refuse a largest id for which the embedding has no row."""
+    if top >= model.config.vocab_size:
+        raise DataError(f"{where} holds token id {top}, but the model's vocab_size is {model.config.vocab_size}")
+
+
 def cmd_loss(args):
     rows = []
     for path in args.checkpoint:
@@ -122,6 +133,7 @@ def cmd_loss(args):
         if data.meta["tokenizer"]["sha256"] != tokenizer.sha256:
             raise DataError(f"{data.path} was made with tokenizer {data.meta['tokenizer']['name']!r}, {path} was trained with "
                             f"another, {tokenizer.name!r}")
+        check_ids(data.max_id, model, data.path)
         T = model.config.seq_len
         windows = val_windows(data, T, args.tokens)
         losses = window_losses(model, data, windows, args.batch_size, args.device)
@@ -135,7 +147,7 @@ def cmd_loss(args):
 def cmd_text(args):
     model, tokenizer, state = open_checkpoint(args.checkpoint, args.weights, args.device)
     T = model.config.seq_len
-    stride = args.stride or T
+    stride = T if args.stride is None else args.stride
     if not 1 <= stride <= T:
         raise ConfigError(f"--stride must be in 1 .. {T} (seq_len), not {stride}")
     rows = []
@@ -144,6 +156,7 @@ def cmd_text(args):
         ids = tokenizer.encode(text)
         if len(ids) == 0:
             raise DataError(f"{path} is empty")
+        check_ids(max(ids.max(), tokenizer.eot), model, f"{path}, after an end of text,")
         losses = text_losses(model, ids, tokenizer.eot, stride, args.batch_size, args.device)
         rows.append({"checkpoint": str(args.checkpoint), "step": state["step"], "weights": args.weights, "text": str(path),
                      **numbers(losses.sum().item(), len(ids), len(text.encode())), "context": T, "stride": stride})
@@ -154,7 +167,9 @@ def cmd_sample(args):
     if args.max_new_tokens < 1 or args.num_samples < 1:
         raise ConfigError("--max_new_tokens and --num_samples must be at least 1")
     model, tokenizer, state = open_checkpoint(args.checkpoint, args.weights, args.device)
-    ids = [int(i) for i in tokenizer.encode(args.prompt)] or [tokenizer.eot]
+    prompt = args.prompt.encode(errors="surrogateescape").decode(errors="replace")     # of a terminal that is not UTF-8
+    ids = [int(i) for i in tokenizer.encode(prompt)] or [tokenizer.eot]
+    check_ids(max(ids), model, "the prompt")
     if len(ids) > model.config.seq_len:
         print(f"the prompt has {len(ids)} tokens, the context {model.config.seq_len}: the newest are read", file=sys.stderr)
     rows, clock = [], time.perf_counter()
@@ -162,19 +177,19 @@ def cmd_sample(args):
         generator = torch.Generator(args.device).manual_seed(args.seed + n)
         decoder = codecs.getincrementaldecoder("utf-8")("replace")         # holds back characters that are not whole yet
         text, count = "", 0
-        print(args.prompt, end="")
+        print(prompt, end="")
         for token in model.stream(torch.tensor([ids], device=args.device), args.max_new_tokens, args.temperature, args.top_k,
                                   args.top_p, tokenizer.n_vocab, generator):
             count += 1
             ended = token.item() == tokenizer.eot
-            piece = decoder.decode(b"" if ended else tokenizer.token_bytes(token.item()))
+            piece = decoder.decode(tokenizer.token_bytes(token.item()))
             print(piece, end="", flush=True)
             text += piece
             if ended:
                 break
         tail = decoder.decode(b"", final=True)
-        print(tail + ("\n" if n + 1 == args.num_samples else "\n" + "-" * 80))
-        rows.append({"prompt": args.prompt, "text": text + tail, "tokens": count, "seed": args.seed + n, "ended": ended})
+        print(tail + ("" if n + 1 == args.num_samples else "\n" + "-" * 80))
+        rows.append({"prompt": prompt, "text": text + tail, "tokens": count, "seed": args.seed + n, "ended": ended})
     seconds = time.perf_counter() - clock
     print(f"[{sum(r['tokens'] for r in rows)} tokens, {sum(r['tokens'] for r in rows) / seconds:.0f} tokens/s]", file=sys.stderr)
     if args.json:
@@ -226,10 +241,13 @@ def main(argv=None):
     sub.add_argument("--seed", type=int, default=0)
     args = parser.parse_args(argv)
     args.device = choose_device(args.device)
+    if vars(args).get("batch_size", 1) < 1:
+        raise ConfigError(f"--batch_size must be at least 1, not {args.batch_size}")
     args.function(args)
 
 
 if __name__ == "__main__":
+    sys.stdout.reconfigure(encoding="utf-8")                               # samples hold any character, whatever the locale
     try:
         main()
     except (ConfigError, DataError, OSError) as e:

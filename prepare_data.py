@@ -17,6 +17,7 @@ import base64
 import hashlib
 import json
 import os
+import re
 import shutil
 import sys
 import sysconfig
@@ -66,7 +67,7 @@ class Tokenizer:
             return np.frombuffer(text.encode(), dtype=np.uint8).astype(np.uint32)
         if self._normalize:
             text = unicodedata.normalize(self._normalize, text)
-        return np.array(self._encoding.encode_ordinary(text), dtype=np.uint32)
+        return np.concatenate([np.array(self._encoding.encode_ordinary(part), dtype=np.uint32) for part in parts(text)])
 
     def token_bytes(self, token):
         """The bytes of one id; none for end of text and other special ids, U+FFFD for an id that is not in use."""
@@ -85,6 +86,16 @@ class Tokenizer:
     def meta(self):
         """What identifies the tokenizer, for meta.json and checkpoints; `restore_tokenizer` is the way back."""
         return {key: getattr(self, key) for key in ("name", "n_vocab", "eot", "sha256", "split_pattern")}
+
+
+def parts(text, limit=500_000):
+    """
+    The text in parts. It is cut only inside of more than `limit` white-space characters in a row: a million of them
+    overflow the stack of tiktoken's regex engine.
+    """
+    runs = re.finditer(r"\s+", text) if len(text) > limit else ()
+    cuts = [0, *(at for run in runs for at in range(run.start() + limit, run.end(), limit)), len(text)]
+    return [text[start:stop] for start, stop in zip(cuts, cuts[1:])]
 
 
 def load_tokenizer(name, split_pattern=None, file=None):
@@ -114,7 +125,7 @@ def load_tokenizer(name, split_pattern=None, file=None):
             encoding, eot, normalize = read_tiktoken_file(path, file, split_pattern)
         else:
             encoding, eot, normalize = read_tokenizer_json(path, file)
-    except (KeyError, TypeError, IndexError, UnicodeDecodeError, json.JSONDecodeError) as e:
+    except (KeyError, TypeError, IndexError, AttributeError, UnicodeDecodeError, json.JSONDecodeError) as e:
         raise DataError(f"{path} is not a tokenizer file that can be read ({type(e).__name__}: {e})") from None
     return Tokenizer(path.name, encoding.max_token_value + 1, eot, encoding_hash(encoding, normalize), encoding, normalize,
                      file, split_pattern)
@@ -180,12 +191,15 @@ def read_tokenizer_json(path, data):
 
     byte_of = byte_level_alphabet()
     added = {t["content"]: t["id"] for t in spec.get("added_tokens", [])}
+    spaces = [token for token in added if not token.strip()]               # Hugging Face's library finds them in any text
+    need(not spaces, f"{spaces} are added tokens, which ordinary text contains")
     ranks = {bytes(byte_of[c] for c in token): i for token, i in model["vocab"].items() if token not in added}
     need(all(bytes([b]) in ranks for b in range(256)), "its vocabulary lacks single bytes")
     merged = ["".join(m.split(" ") if isinstance(m, str) else m) for m in model["merges"]]
     ids = [model["vocab"][token] for token in merged]
     need(ids == sorted(ids), "its merges are not in the order of their ids")
-    need({*ranks.values()} - {*ids} == {ranks[bytes([b])] for b in range(256)}, "its vocabulary has tokens that no merge makes")
+    made = {*ids, *(ranks[bytes([b])] for b in range(256))}
+    need(made.issuperset(ranks.values()), "its vocabulary has tokens that no merge makes")
     eot = next((added[t] for t in END_OF_TEXT if t in added), None)
     need(eot is not None, f"it has no end-of-text token (one of {', '.join(END_OF_TEXT)})")
     return make_encoding(path, pattern, ranks, added), eot, normalizer and normalizer["type"]
@@ -238,12 +252,13 @@ def documents(path, text_key):
             if not line.strip():
                 continue
             where = f"{path}:{number}"
+            line = decode(line, where)
             try:
-                row = json.loads(decode(line, where))
-            except json.JSONDecodeError as e:
+                row = json.loads(line)
+            except (ValueError, RecursionError) as e:                      # too long a number, too deep a nesting
                 raise DataError(f"{where}: not JSON ({e})") from None
             if not isinstance(row, dict) or not isinstance(row.get(text_key), str):
-                raise DataError(f"{where}: no text under {text_key!r} (--text-key): {line[:60].decode(errors='replace').strip()}")
+                raise DataError(f"{where}: no text under {text_key!r} (--text-key): {line[:60].strip()}")
             try:
                 row[text_key].encode("utf-8")
             except UnicodeEncodeError:
@@ -337,7 +352,8 @@ def prepare(files, tokenizer, out, val_permille=10, text_key="text"):
     try:
         writers = {split: BinWriter(partial / f"{split}.bin", meta["dtype"]) for split in ("train", "val")}
         empty = 0
-        with tqdm(total=sum(i["bytes"] for i in inputs), unit="B", unit_scale=True, desc="tokenize", mininterval=0.5) as bar:
+        with tqdm(total=sum(i["bytes"] for i in inputs), unit="B", unit_scale=True, desc="tokenize", mininterval=0.5,
+                  disable=None) as bar:
             for path, info in zip(files, inputs):
                 for text in documents(path, text_key):
                     utf8 = text.encode("utf-8")
@@ -378,10 +394,11 @@ def read_meta(folder):
     except FileNotFoundError:
         raise DataError(f"no data in {folder}: make it with  python prepare_data.py --input FILES --out {folder}"
                         "  (or --demo)") from None
-    except (json.JSONDecodeError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError):
         raise DataError(f"{path} is not a meta.json of prepare_data.py") from None
     if version != FORMAT:
-        raise DataError(f"{folder} has data format {version}, this version reads {FORMAT}: prepare it again")
+        raise DataError(f"{folder} has data format {version}, this version reads {FORMAT}: "
+                        "delete it and prepare it again")
     return meta
 
 
@@ -400,7 +417,7 @@ class TokenBin:
         size = self.path.stat().st_size if self.path.exists() else 0
         if size != self.n_tokens * dtype.itemsize:
             raise DataError(f"{self.path} has {size} bytes, but meta.json says {self.n_tokens} tokens of {dtype}, "
-                            f"{self.n_tokens * dtype.itemsize} bytes: prepare it again")
+                            f"{self.n_tokens * dtype.itemsize} bytes: delete {self.path.parent} and prepare it again")
         self.tokens = np.memmap(self.path, dtype=dtype, mode="r")
 
     def n_windows(self, seq_len):

@@ -14,7 +14,7 @@ ADDED = {"gpt2": ["<|endoftext|>"], "qwen": ["<|endoftext|>", "<|im_start|>", "<
 
 
 def train_bpe(style, vocab_size=600):
-    """A Tokenizer of the library's that learned its merges from SOURCES; the added tokens come last, as in those models."""
+    """A Tokenizer of the library's, its merges learned from SOURCES. Added tokens come last, as in those models."""
     tokenizer = Tokenizer(models.BPE(ignore_merges=style == "llama3"))
     if style == "gpt2":
         tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)

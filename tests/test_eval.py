@@ -16,6 +16,7 @@ import pytest
 import torch
 
 import analyze
+import train
 from bpe import SOURCES, save_bpe
 from eval import choose_device, main, text_losses, val_windows, window_losses
 from helpers import random_model, tiny_config, tokens
@@ -37,7 +38,7 @@ def bpe_model(tokenizer, seed=0):
     return byte_model(seed, vocab_size=tokenizer.n_vocab)
 
 
-def save(path, model, tokenizer=BYTE, data_dir="nowhere", **changes):
+def save(path, model, /, tokenizer=BYTE, data_dir="nowhere", **changes):
     """A checkpoint as train.py writes it, less the optimizer's state."""
     file = None if tokenizer.file is None else torch.frombuffer(bytearray(tokenizer.file), dtype=torch.uint8)
     state = {"model": model.state_dict(), "step": 7, "best_val_loss": 1.5, "data": {"train": "", "val": ""},
@@ -49,7 +50,7 @@ def save(path, model, tokenizer=BYTE, data_dir="nowhere", **changes):
 
 
 def chain(ids, vocab_size=257, **kw):
-    """A model in which each of `ids` (all unlike) is followed by the next, surely: the embedding is one-hot, the body is zero."""
+    """A model in which each of `ids` (all unlike) is surely followed by the next: one-hot embedding, body of zeros."""
     model = GPT(tiny_config(vocab_size=vocab_size, d_model=vocab_size, n_head=1, n_kv_head=1, head_dim=2, n_layer=1,
                             tie_embeddings=False, **kw))
     with torch.no_grad():
@@ -69,7 +70,7 @@ def chain_of(text):
 @pytest.fixture
 def checkpoint(tmp_path):
     """checkpoint(model, ...) saves it and returns the path as text."""
-    return lambda model, *args, **kw: str(save(tmp_path / "ckpt.pt", model, *args, **kw))
+    return lambda *args, **kw: str(save(tmp_path / "ckpt.pt", *args, **kw))
 
 
 @pytest.fixture
@@ -92,10 +93,10 @@ def corpus(tmp_path):
     return go
 
 
+@torch.no_grad()
 def surprise(model, ids):
-    """-log p of each id that follows the first, in float64, one context at a time."""
-    with torch.no_grad():
-        return [-model(torch.tensor([ids[:i]]))[0][0, -1].double().log_softmax(-1)[ids[i]].item() for i in range(1, len(ids))]
+    """-log p of the last of `ids` after the others."""
+    return -model(torch.tensor([ids[:-1]]))[0][0, -1].double().log_softmax(-1)[ids[-1]].item()
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -112,7 +113,7 @@ def test_loss_is_the_direct_mean_for_any_batch_size(style, corpus, checkpoint, e
     n = data.n_windows(T)
     windows = np.arange(7) * n // 7                                        # no multiple of 3 or 8
     scored = data.windows(windows, T)
-    total = sum(sum(surprise(model, w.tolist())) for w in scored)
+    total = sum(surprise(model, w[:i].tolist()) for w in scored for i in range(2, T + 2))
     n_bytes = sum(len(tokenizer.token_bytes(i)) for i in scored[:, 1:].flatten())
     assert tokenizer.eot in scored[:, 1:] and n_bytes > 0
     for batch_size in (1, 3, 8):
@@ -121,8 +122,8 @@ def test_loss_is_the_direct_mean_for_any_batch_size(style, corpus, checkpoint, e
         assert row["perplexity"] == pytest.approx(math.exp(total / (7 * T)), rel=1e-8)
         assert row["bits_per_byte"] == pytest.approx(total / math.log(2) / n_bytes, rel=1e-10)
         assert {k: v for k, v in row.items() if k not in ("loss", "perplexity", "bits_per_byte")} == {
-            "checkpoint": path, "step": 7, "weights": "model", "data": str(folder / "val.bin"), "tokens": 7 * T, "bytes": n_bytes,
-            "context": T, "stride": T}
+            "checkpoint": path, "step": 7, "weights": "model", "data": str(folder / "val.bin"), "tokens": 7 * T,
+            "bytes": n_bytes, "context": T, "stride": T}
     row, = evaluated("loss", path)                                         # all windows
     assert row["tokens"] == n * T
 
@@ -130,6 +131,7 @@ def test_loss_is_the_direct_mean_for_any_batch_size(style, corpus, checkpoint, e
 def test_table_says_what_the_numbers_rest_on(corpus, tmp_path, evaluated, capsys):
     folder = corpus()
     paths = [save(tmp_path / f"{t}.pt", byte_model(seq_len=t), data_dir=folder) for t in (8, 16)]
+    capsys.readouterr()                                                    # what the preparation said
     rows = evaluated("loss", *paths)
     assert [r["context"] for r in rows] == [8, 16] and rows[0]["loss"] != rows[1]["loss"]
     header, *lines = capsys.readouterr().out.splitlines()
@@ -146,7 +148,7 @@ def test_data_dir_names_other_data_of_the_same_tokenizer_only(corpus, checkpoint
     folder = corpus()
     assert evaluated("loss", path, "--data_dir", folder)[0]["data"] == str(folder / "val.bin")
     other = corpus(load_tokenizer(str(save_bpe(tmp_path / "toy.json"))), "other")
-    with pytest.raises(DataError, match="other/val.bin was made with tokenizer 'toy.json', .*ckpt.pt was trained with another, 'byte'"):
+    with pytest.raises(DataError, match="other/val.bin was made with tokenizer 'toy.json', .* with another, 'byte'"):
         main(["loss", path, "--data_dir", str(other)])
 
 
@@ -155,9 +157,11 @@ def test_val_windows_are_fixed_and_evenly_spread(corpus):
     n = data.n_windows(T)
     assert val_windows(data, T, None).tolist() == list(range(n)) == val_windows(data, T, n * T).tolist()
     some = val_windows(data, T, 10 * T + T - 1)
-    assert len(some) == 10 and some[0] == 0 and set(np.diff(some)) <= {n // 10, n // 10 + 1} and some[-1] >= n - 1 - n // 10 - 1
+    assert len(some) == 10 and set(np.diff(some)) <= {n // 10, n // 10 + 1} and some[0] == 0
+    assert n - some[-1] <= n // 10 + 1
+    message = rf"eval_tokens=-?\d+, but .*val.bin has {n} windows of seq_len=16: choose 16 to {n * T}, or None"
     for bad in (0, T - 1, (n + 1) * T, -T):
-        with pytest.raises(ConfigError, match=rf"eval_tokens={bad}, but .*val.bin has {n} windows of seq_len=16: choose 16 to {n * T}"):
+        with pytest.raises(ConfigError, match=message):
             val_windows(data, T, bad)
 
 
@@ -177,16 +181,17 @@ def test_processes_share_the_windows(world, corpus):
 @pytest.mark.parametrize("stride", [T, T // 2, 5, 1])
 @pytest.mark.parametrize("n", [1, T - 1, T, T + 1, 2 * T, 2 * T + 3])
 def test_text_losses_against_one_token_at_a_time(n, stride):
-    """An id is scored by the first window that reaches it; windows start every `stride` ids, the text after an end of text."""
+    """The first window that reaches an id scores it. Windows start every `stride` ids; end of text comes first."""
     model, ids = byte_model(), tokens(n, vocab=256).numpy()
     text = [BYTE.eot, *ids.tolist()]
     expected = []
     for i in range(n):
         start = max(0, math.ceil((i + 1 - T) / stride)) * stride
         assert i < start + T
-        expected.append(surprise(model, text[start:i + 2])[-1])
+        expected.append(surprise(model, text[start:i + 2]))
     for batch_size in (1, 3, 8):
-        assert text_losses(model, ids, BYTE.eot, stride, batch_size, "cpu").tolist() == pytest.approx(expected, rel=1e-10)
+        found = text_losses(model, ids, BYTE.eot, stride, batch_size, "cpu").tolist()
+        assert found == pytest.approx(expected, rel=1e-10)
 
 
 @pytest.mark.parametrize("style", ["byte", "gpt2", "llama3"])
@@ -198,12 +203,14 @@ def test_bits_per_byte_are_those_of_the_text(style, tmp_path, checkpoint, evalua
     (tmp_path / "a.txt").write_bytes(b"\xef\xbb\xbf" + TEXT.encode())
     (tmp_path / "b.txt").write_text("x")
     losses = text_losses(model, ids, tokenizer.eot, 4, 1, "cpu")
-    long, short = evaluated("text", checkpoint(model, tokenizer), tmp_path / "a.txt", tmp_path / "b.txt", "--stride", 4)
-    assert long["bytes"] == len(TEXT.encode()) and long["tokens"] == len(ids) and (long["context"], long["stride"]) == (T, 4)
+    files = tmp_path / "a.txt", tmp_path / "b.txt"
+    long, short = evaluated("text", checkpoint(model, tokenizer), *files, "--stride", 4)
+    assert (long["bytes"], long["tokens"]) == (len(TEXT.encode()), len(ids))
+    assert (long["context"], long["stride"]) == (T, 4)
     bits = -sum(math.log2(math.exp(-loss)) for loss in losses.tolist())
     assert long["bits_per_byte"] == pytest.approx(bits / len(TEXT.encode()), rel=1e-9)
-    assert (short["text"], short["bytes"], short["tokens"]) == (str(tmp_path / "b.txt"), 1, 1)
-    assert short["loss"] == pytest.approx(surprise(model, [tokenizer.eot, *tokenizer.encode("x")])[0], rel=1e-10)
+    assert (short["text"], short["bytes"], short["tokens"]) == (str(files[1]), 1, 1)
+    assert short["loss"] == pytest.approx(surprise(model, [tokenizer.eot, *tokenizer.encode("x")]), rel=1e-10)
 
 
 def test_perplexity_of_a_uniform_model_is_the_vocabulary(corpus, tmp_path, checkpoint, evaluated):
@@ -212,7 +219,8 @@ def test_perplexity_of_a_uniform_model_is_the_vocabulary(corpus, tmp_path, check
     path = checkpoint(model, data_dir=corpus())
     row, = evaluated("text", path, tmp_path / "a.txt")
     for row in (row, *evaluated("loss", path)):
-        assert row["perplexity"] == pytest.approx(257, rel=1e-5) and row["loss"] == pytest.approx(math.log(257), rel=1e-6)
+        assert row["perplexity"] == pytest.approx(257, rel=1e-5)
+        assert row["loss"] == pytest.approx(math.log(257), rel=1e-6)
     assert evaluated("text", path, tmp_path / "a.txt")[0]["bits_per_byte"] == pytest.approx(math.log2(257), rel=1e-6)
 
 
@@ -225,11 +233,12 @@ def test_text_that_cannot_be_scored(content, message, tmp_path, checkpoint):
 
 
 @pytest.mark.parametrize("command, option, value, message", [
-    ("text", "stride", 0, "--stride must be in 1 .. 16 .* not 0"), ("text", "stride", 17, "--stride must be in 1 .. 16 .* not 17"),
+    ("text", "stride", 0, "--stride must be in 1 .. 16 .* not 0"), ("text", "stride", 17, "1 .. 16 .* not 17"),
     ("text", "stride", -1, "not -1"), ("text", "batch_size", 0, "--batch_size must be at least 1, not 0"),
     ("loss", "batch_size", -1, "--batch_size must be at least 1, not -1"), ("loss", "tokens", 0, "choose 16 to"),
     ("loss", "weights", "ema", "the checkpoint has no 'ema' weights; it has model, step"),
-    ("sample", "temperature", -1, "temperature must not be negative, not -1"), ("sample", "top_k", -1, "top_k must not be negative"),
+    ("sample", "temperature", -1, "temperature must not be negative, not -1"),
+    ("sample", "top_k", -1, "top_k must not be negative"),
     ("sample", "top_p", 0, "top_p must be in"), ("sample", "top_p", 1.5, "top_p must be in"),
     ("sample", "max_new_tokens", 0, "--max_new_tokens and --num_samples must be at least 1"),
     ("sample", "num_samples", -1, "--max_new_tokens and --num_samples must be at least 1"),
@@ -238,7 +247,7 @@ def test_options_that_cannot_work_are_named(command, option, value, message, cor
     path = checkpoint(byte_model(), data_dir=corpus())
     (tmp_path / "a.txt").write_text("text")
     with pytest.raises(ConfigError, match=message) as e:
-        main([command, path, *([str(tmp_path / "a.txt")] if command == "text" else []), f"--{option}={value}"])
+        main([command, path, *[str(tmp_path / "a.txt")] * (command == "text"), f"--{option}={value}"])
     assert "\n" not in str(e.value)
 
 
@@ -260,18 +269,17 @@ def test_broken_weights_give_a_message_and_no_number(command, corpus, checkpoint
     checkpoint(model, data_dir=tmp_path / "data")
     (tmp_path / "a.txt").write_text("text")
     with pytest.raises(ConfigError, match="the checkpoint is broken"):
-        main([command, path, *([str(tmp_path / "a.txt")] if command == "text" else []), "--json", str(tmp_path / "out.json")])
+        main([command, path, *[str(tmp_path / "a.txt")] * (command == "text"), "--json", str(tmp_path / "out.json")])
     assert not (tmp_path / "out.json").exists()
 
 
 def test_ids_beyond_the_vocabulary_of_the_model_are_named(corpus, checkpoint, tmp_path):
-    path = checkpoint(byte_model(vocab_size=200), data_dir=corpus())
-    (tmp_path / "a.txt").write_text("plain ÿ")                             # bytes 195 and 191
-    for arguments in (["loss", path], ["sample", path, "--prompt", ""]):
-        with pytest.raises(DataError, match="holds? token id 256, but the model's vocab_size is 200"):
+    path = checkpoint(byte_model(vocab_size=256), data_dir=corpus())       # end of text is 256
+    (tmp_path / "a.txt").write_text("plain")
+    for arguments in (["loss", path], ["text", path, str(tmp_path / "a.txt")], ["sample", path, "--prompt", ""]):
+        with pytest.raises(DataError, match="holds token id 256, but the model's vocab_size is 256"):
             main(arguments)
-    with pytest.raises(DataError, match="token id 256"):                   # the end of text before it
-        main(["text", path, str(tmp_path / "a.txt")])
+    main(["sample", path, "--prompt", "plain", "--max_new_tokens", "2"])
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -297,8 +305,10 @@ def test_characters_are_printed_whole_and_end_of_text_stops(checkpoint, evaluate
 
 
 def test_a_character_left_unfinished_is_marked(checkpoint, evaluated, capsys):
-    row, = evaluated("sample", checkpoint(chain_of("aé€!")), "--prompt", "a", "--temperature", 0, "--max_new_tokens", 4)
-    assert row["text"] == "é\ufffd" and row["tokens"] == 4 and not row["ended"] and capsys.readouterr().out == "aé\ufffd\n"
+    path = checkpoint(chain_of("aé€!"))
+    row, = evaluated("sample", path, "--prompt", "a", "--temperature", 0, "--max_new_tokens", 4)
+    assert row["text"] == "é\ufffd" and row["tokens"] == 4 and not row["ended"]
+    assert capsys.readouterr().out == "aé\ufffd\n"
 
 
 def test_empty_prompt_starts_a_document(checkpoint, evaluated, capsys):
@@ -311,7 +321,10 @@ def test_empty_prompt_starts_a_document(checkpoint, evaluated, capsys):
 def test_prompt_is_text_whatever_it_says(checkpoint, evaluated):
     row, = evaluated("sample", checkpoint(chain_of(">!")), "--prompt", "<|endoftext|>", "--temperature", 0)
     assert row["text"] == "!" and row["ended"]
-    row, = evaluated("sample", checkpoint(chain_of("é!")), "--prompt", "\udcc3\udca9", "--temperature", 0)   # of an ASCII terminal
+
+
+def test_prompt_from_an_ascii_terminal(checkpoint, evaluated):
+    row, = evaluated("sample", checkpoint(chain_of("é!")), "--prompt", "\udcc3\udca9", "--temperature", 0)
     assert (row["prompt"], row["text"]) == ("é", "!")
 
 
@@ -335,12 +348,13 @@ def test_seeds(checkpoint, evaluated):
 
 
 @pytest.mark.parametrize("options, varied", [
-    (["--temperature", 0], False), (["--temperature", 1e-9], False), (["--top_k", 1], False), (["--top_p", 1e-9], False),
+    (["--temperature", 0], False), (["--temperature", 1e-9], False), (["--top_k", 1], False),
+    (["--top_p", 1e-9], False),
     (["--top_k", 10**9], True), (["--top_k", 0], True), (["--top_p", 1], True)])
 def test_greedy_and_not(options, varied, checkpoint, evaluated):
     path = checkpoint(byte_model())
-    texts = {evaluated("sample", path, "--max_new_tokens", 20, "--seed", seed, *options)[0]["text"] for seed in range(3)}
-    assert (len(texts) == 3) if varied else (len(texts) == 1)
+    rows = [evaluated("sample", path, "--max_new_tokens", 20, "--seed", seed, *options)[0] for seed in range(3)]
+    assert len({row["text"] for row in rows}) == (3 if varied else 1)
 
 
 @pytest.mark.parametrize("temperature", [0, 1])
@@ -349,7 +363,7 @@ def test_rows_that_pad_the_vocabulary_are_never_drawn(temperature, checkpoint, e
     with torch.no_grad():
         model.lm_head.weight[257:] = 100
         model.lm_head.weight[65] = 50
-    row, = evaluated("sample", checkpoint(model), "--prompt", "x", "--temperature", temperature, "--max_new_tokens", 20)
+    row, = evaluated("sample", checkpoint(model), "--temperature", temperature, "--max_new_tokens", 20)
     assert row["text"] == "A" * 20
 
 
@@ -368,9 +382,10 @@ def test_the_checkpoint_carries_its_tokenizer(tmp_path, checkpoint, evaluated):
     tokenizer = load_tokenizer(str(file))
     path = checkpoint(bpe_model(tokenizer), tokenizer)
     (tmp_path / "a.txt").write_text(TEXT, encoding="utf-8")
-    before = evaluated("text", path, tmp_path / "a.txt"), evaluated("sample", path, "--prompt", TEXT)
+    commands = ["text", path, tmp_path / "a.txt"], ["sample", path, "--prompt", TEXT, "--max_new_tokens", 20]
+    before = [evaluated(*c) for c in commands]
     file.unlink()
-    assert (evaluated("text", path, tmp_path / "a.txt"), evaluated("sample", path, "--prompt", TEXT)) == before
+    assert [evaluated(*c) for c in commands] == before
 
     other = load_tokenizer(str(save_bpe(tmp_path / "toy.json", "gpt2")))
     other.sha256 = tokenizer.sha256
@@ -389,7 +404,7 @@ def test_round_trip(residual, tied, checkpoint):
     again = GPT.from_checkpoint(checkpoint(model))
     assert again.config == model.config and not again.training
     assert torch.equal(again(idx)[0], model(idx)[0])
-    assert (again.lm_head.weight.data_ptr() == again.embed.weight.data_ptr()) == tied
+    assert (again.lm_head.weight is again.embed.weight) == tied
 
 
 @pytest.mark.parametrize("prefix", ["_orig_mod.", "module.", "module._orig_mod.", "_orig_mod.module."])
@@ -418,7 +433,8 @@ def test_ema_weights(tmp_path, checkpoint, evaluated):
     (tmp_path / "a.txt").write_text("text")
     rows = [evaluated("text", path, tmp_path / "a.txt", "--weights", weights)[0] for weights in ("model", "ema")]
     for row, m in zip(rows, (model, average)):
-        assert row["loss"] == pytest.approx(text_losses(m, BYTE.encode("text"), BYTE.eot, T, 1, "cpu").mean().item(), rel=1e-10)
+        expected = text_losses(m, BYTE.encode("text"), BYTE.eot, T, 1, "cpu").mean().item()
+        assert row["loss"] == pytest.approx(expected, rel=1e-10)
     assert [r["weights"] for r in rows] == ["model", "ema"] and rows[0]["loss"] != rows[1]["loss"]
 
 
@@ -437,7 +453,7 @@ def cut(size):
 
 @pytest.mark.parametrize("damage", [cut(1), cut(3), cut(100), cut(1000), cut(-1), cut(-1000), cut(-20_000),
                                     lambda data: b"", lambda data: b"hello world\n" * 9, lambda data: data[50:],
-                                    lambda data: bytes(range(255, 0, -1)), lambda data: pickle.dumps({"model": 3}),
+                                    lambda data: bytes(range(255, 0, -1)), lambda data: pickle.dumps({"model": 3}, 2),
                                     lambda data: b'{"config": {}, "model": {}}'])
 def test_files_that_are_no_checkpoint(damage, checkpoint):
     path = Path(checkpoint(byte_model()))
@@ -454,6 +470,38 @@ def test_other_content_is_no_checkpoint(content, tmp_path):
         load_checkpoint(tmp_path / "ckpt.pt")
 
 
+def test_other_makers_checkpoints_lack_something(tmp_path, checkpoint):
+    state = load_checkpoint(checkpoint(byte_model()))
+    torch.save({key: state[key] for key in ("config", "model")}, tmp_path / "bare.pt")
+    with pytest.raises(ConfigError, match="bare.pt is no checkpoint of train.py: it lacks step and tokenizer"):
+        main(["sample", str(tmp_path / "bare.pt")])
+
+
+def test_weights_of_another_pathway(checkpoint):
+    path = checkpoint(byte_model(residual="add"), config=asdict(tiny_config(vocab_size=257, residual="mhar")))
+    with pytest.raises(ConfigError, match="lacks pathway.gain, lacks pathway.query$"):
+        GPT.from_checkpoint(path)
+
+
+def test_checkpoints_of_a_run_hold_tensors_and_plain_values(corpus, tmp_path, evaluated):
+    def plain(value):
+        if isinstance(value, (dict, list, tuple)):
+            return all(map(plain, [*value, *value.values()] if isinstance(value, dict) else value))
+        return type(value) in (str, int, float, bool, type(None), torch.Tensor)
+
+    settings = {"data_dir": corpus(), "out_dir": tmp_path / "run", "max_steps": 1, "batch_tokens": 32,
+                "micro_batch_size": 1, "eval_tokens": 64, "ema_decay": 0.9, "device": "cpu", "vocab_size": 257,
+                "seq_len": 16, "n_layer": 1, "n_head": 2, "n_kv_head": 1, "d_model": 8, "d_ff": 8}
+    (tmp_path / "tiny.py").write_text("")
+    train.main([str(tmp_path / "tiny.py"), *(f"--{key}={value}" for key, value in settings.items())])
+    files = sorted((tmp_path / "run/ckpt").glob("*.pt"))
+    assert [f.name for f in files] == ["best.pt", "latest.pt", "step_00000001.pt"]
+    assert all(plain(torch.load(f, weights_only=True)) for f in files)
+    rows = [evaluated("loss", tmp_path / "run", "--weights", weights)[0] for weights in ("model", "ema")]
+    assert rows[0]["step"] == 1 and rows[0]["loss"] != rows[1]["loss"]
+    assert evaluated("sample", tmp_path / "run", "--prompt", "ab", "--max_new_tokens", 3)[0]["tokens"] <= 3
+
+
 class Bomb:
     """What makes a folder when it is unpickled."""
     def __init__(self, path):
@@ -464,8 +512,8 @@ class Bomb:
 
 
 @pytest.mark.parametrize("write", [lambda bomb, path: torch.save({"model": {}, "config": bomb}, path),
-                                   lambda bomb, path: path.write_bytes(pickle.dumps({"model": {}, "config": bomb})),
-                                   lambda bomb, path: path.write_bytes(pickle.dumps(bomb))])
+                                   lambda bomb, path: path.write_bytes(pickle.dumps({"model": {}, "config": bomb}, 2)),
+                                   lambda bomb, path: path.write_bytes(pickle.dumps(bomb, 2))])
 def test_nothing_in_a_checkpoint_is_executed(write, tmp_path):
     write(Bomb(str(tmp_path / "executed")), tmp_path / "ckpt.pt")
     with pytest.raises(ConfigError, match="ckpt.pt is not a nanoDepth checkpoint"):
@@ -480,16 +528,16 @@ def test_nothing_in_a_checkpoint_is_executed(write, tmp_path):
 
 
 def command(*arguments, **env):
-    return subprocess.run([sys.executable, *map(str, arguments)], cwd=ROOT, capture_output=True, encoding="utf-8", timeout=120,
-                          env=os.environ | env)
+    return subprocess.run([sys.executable, *map(str, arguments)], cwd=ROOT, capture_output=True, encoding="utf-8",
+                          timeout=120, env=os.environ | env)
 
 
 def test_samples_are_utf8_in_any_locale(tmp_path, checkpoint):
-    path = checkpoint(chain_of("日本!"))
-    done = command("-X", "utf8=0", "eval.py", "sample", path, "--prompt", "日", "--temperature", 0, "--json", tmp_path / "out.json",
-                   LC_ALL="POSIX", PYTHONCOERCECLOCALE="0", PYTHONUTF8="0")
+    path = checkpoint(chain_of("日é!"))
+    done = command("-X", "utf8=0", "eval.py", "sample", path, "--prompt", "日", "--temperature", 0,
+                   "--json", tmp_path / "out.json", LC_ALL="POSIX", PYTHONCOERCECLOCALE="0", PYTHONUTF8="0")
     assert done.returncode == 0, done.stderr
-    assert done.stdout == "日本!\n" and json.loads((tmp_path / "out.json").read_text("utf-8"))[0]["text"] == "本!"
+    assert done.stdout == "日é!\n" and json.loads((tmp_path / "out.json").read_text("utf-8"))[0]["text"] == "é!"
 
 
 def test_errors_are_one_line(tmp_path, checkpoint):
@@ -519,17 +567,27 @@ def test_curves(tmp_path, capsys):
                                             "val": [[100 * s, 4 / s] for s in (1, 3, 5)]}
     with pytest.raises(ConfigError, match="no run at .*c: it has no log.jsonl"):
         analyze.main(["curves", str(tmp_path / "c")])
+    (tmp_path / "a/log.jsonl").write_text('{"step": 0, "val_loss": 5.0}\n')
+    with pytest.raises(ConfigError, match="a/log.jsonl has no training step yet"):
+        analyze.main(["curves", str(tmp_path / "a")])
 
 
-@pytest.mark.parametrize("residual, heads", [("mhar", 2), ("dar", 1)])
+def test_smoothing_starts_unbiased():
+    assert analyze.smoothed([3.0] * 5) == pytest.approx([3.0] * 5)
+    assert analyze.smoothed([1.0, 0.0]) == pytest.approx([1.0, 0.9 / 1.9])
+
+
+@pytest.mark.parametrize("residual, heads", [("attnres", 1), ("mhar", 2), ("dar", 1)])
 def test_routes(residual, heads, tmp_path, checkpoint, corpus):
     model, folder = byte_model(residual=residual), corpus()
-    analyze.main(["routes", checkpoint(model, data_dir=folder), "--out", str(tmp_path / "r.png"), "--tokens", str(5 * T)])
+    path = checkpoint(model, data_dir=folder)
+    analyze.main(["routes", path, "--out", str(tmp_path / "r.png"), "--tokens", str(5 * T)])
     assert (tmp_path / "r.png").read_bytes().startswith(b"\x89PNG")
     numbers = json.loads((tmp_path / "r.json").read_text())
     data = TokenBin(folder, "val")
     idx = torch.from_numpy(data.windows(val_windows(data, T, 5 * T), T)[:, :-1])
-    assert numbers["tokens"] == 5 * T and len(numbers["weights"]) == len(numbers["sources"]) == 2 * model.config.n_layer + 1
+    assert numbers["tokens"] == 5 * T
+    assert len(numbers["weights"]) == len(numbers["sources"]) == 2 * model.config.n_layer + 1
     for weights, names, expected in zip(numbers["weights"], numbers["sources"], model.depth_weights(idx)):
         weights = np.array(weights)                                        # (stream, source, head)
         assert weights.shape == (2 if residual == "dar" else 1, len(names), heads)
