@@ -644,8 +644,8 @@ class GPT(nn.Module):
         n_vocab = n_vocab or self.config.vocab_size
         if idx.shape[1] == 0:
             raise ConfigError("the prompt is empty: start from the tokenizer's end-of-text id")
-        if temperature < 0:
-            raise ConfigError(f"temperature must not be negative, not {temperature}")
+        if not 0 <= temperature < float("inf"):
+            raise ConfigError(f"temperature must be a number, at least 0, not {temperature}")
         if top_k is not None and top_k < 0:
             raise ConfigError(f"top_k must not be negative, not {top_k} (0 or None = off)")
         if top_p is not None and not 0 < top_p <= 1:

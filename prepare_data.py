@@ -50,7 +50,7 @@ END_OF_TEXT = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>")       # the 
 
 class Tokenizer:
     """
-    name     as given to --tokenizer (a file: its name)
+    name     as given to --tokenizer (a file: tokenizer.json or tokenizer.tiktoken, the name of its copy beside the bins)
     n_vocab  ids are 0 .. n_vocab - 1;  eot  end-of-text id
     sha256   of all that decides the ids
     file     bytes of a local tokenizer file, else None;  split_pattern  given with a .tiktoken file, else None
@@ -116,7 +116,7 @@ def load_tokenizer(name, split_pattern=None, file=None):
         return Tokenizer(name, encoding.n_vocab, encoding.eot_token, encoding_hash(encoding), encoding)
     path = Path(name)
     if file is None:
-        if not path.is_file():
+        if not path.is_file() or path.suffix not in (".json", ".tiktoken"):
             raise DataError(f"unknown tokenizer {name!r}: byte, {', '.join(tiktoken.list_encoding_names())}, "
                             "or the path of a tokenizer.json or .tiktoken file")
         file = path.read_bytes()
@@ -127,8 +127,8 @@ def load_tokenizer(name, split_pattern=None, file=None):
             encoding, eot, normalize = read_tokenizer_json(path, file)
     except (KeyError, TypeError, IndexError, AttributeError, UnicodeDecodeError, json.JSONDecodeError) as e:
         raise DataError(f"{path} is not a tokenizer file that can be read ({type(e).__name__}: {e})") from None
-    return Tokenizer(path.name, encoding.max_token_value + 1, eot, encoding_hash(encoding, normalize), encoding, normalize,
-                     file, split_pattern)
+    return Tokenizer("tokenizer" + path.suffix, encoding.max_token_value + 1, eot, encoding_hash(encoding, normalize), encoding,
+                     normalize, file, split_pattern)
 
 
 def restore_tokenizer(meta, file=None):
@@ -399,6 +399,8 @@ def read_meta(folder):
     if version != FORMAT:
         raise DataError(f"{folder} has data format {version}, this version reads {FORMAT}: "
                         "delete it and prepare it again")
+    if not {"dtype", "splits"} <= meta.keys():
+        raise DataError(f"{path} is not a meta.json of prepare_data.py")
     return meta
 
 

@@ -533,7 +533,7 @@ def run(config, model_config, flat, processes, argv):
     assert sum(len(g["params"]) for g in groups) == len(list(model.parameters())), "groups must partition the parameters"
     optimizer = torch.optim.AdamW(groups, lr=config.learning_rate, betas=(config.beta1, config.beta2), eps=1e-8,
                                   weight_decay=config.weight_decay, fused=True)
-    ema = {name: p.detach().clone() for name, p in model.named_parameters()} if config.ema_decay else {}
+    ema = {name: p.detach().to(torch.float32, copy=True) for name, p in model.named_parameters()} if config.ema_decay else {}
     done, best_loss = 0, math.inf
     if start_from is not None:
         state = load_checkpoint(start_from)
@@ -622,7 +622,7 @@ def run(config, model_config, flat, processes, argv):
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         if ema:
-            torch._foreach_lerp_(list(ema.values()), [model.get_parameter(n).detach() for n in ema], 1 - config.ema_decay)
+            torch._foreach_lerp_(list(ema.values()), [model.get_parameter(n).detach().float() for n in ema], 1 - config.ema_decay)
         log.step()
 
         stopping = processes.any(signals.received)

@@ -148,7 +148,7 @@ def test_data_dir_names_other_data_of_the_same_tokenizer_only(corpus, checkpoint
     folder = corpus()
     assert evaluated("loss", path, "--data_dir", folder)[0]["data"] == str(folder / "val.bin")
     other = corpus(load_tokenizer(str(save_bpe(tmp_path / "toy.json"))), "other")
-    with pytest.raises(DataError, match="other/val.bin was made with tokenizer 'toy.json', .* with another, 'byte'"):
+    with pytest.raises(DataError, match="other/val.bin was made with tokenizer 'tokenizer.json', .* with another, 'byte'"):
         main(["loss", path, "--data_dir", str(other)])
 
 
@@ -237,7 +237,8 @@ def test_text_that_cannot_be_scored(content, message, tmp_path, checkpoint):
     ("text", "stride", -1, "not -1"), ("text", "batch_size", 0, "--batch_size must be at least 1, not 0"),
     ("loss", "batch_size", -1, "--batch_size must be at least 1, not -1"), ("loss", "tokens", 0, "choose 16 to"),
     ("loss", "weights", "ema", "the checkpoint has no 'ema' weights; it has model, step"),
-    ("sample", "temperature", -1, "temperature must not be negative, not -1"),
+    ("sample", "temperature", -1, "temperature must be a number, at least 0, not -1"),
+    ("sample", "temperature", math.nan, "temperature must be a number, at least 0, not nan"),
     ("sample", "top_k", -1, "top_k must not be negative"),
     ("sample", "top_p", 0, "top_p must be in"), ("sample", "top_p", 1.5, "top_p must be in"),
     ("sample", "max_new_tokens", 0, "--max_new_tokens and --num_samples must be at least 1"),
@@ -389,7 +390,7 @@ def test_the_checkpoint_carries_its_tokenizer(tmp_path, checkpoint, evaluated):
 
     other = load_tokenizer(str(save_bpe(tmp_path / "toy.json", "gpt2")))
     other.sha256 = tokenizer.sha256
-    with pytest.raises(DataError, match="'toy.json' found here is not the one"):
+    with pytest.raises(DataError, match="'tokenizer.json' found here is not the one"):
         main(["sample", checkpoint(bpe_model(tokenizer), other)])
 
 

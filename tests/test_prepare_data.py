@@ -535,7 +535,7 @@ def test_a_bin_of_another_size_is_refused(tmp_path, dtype, size):
 
 @pytest.mark.parametrize("content, words", [
     (None, "no data in .*--demo"), ("{", "is not a meta.json"), ("[]", "is not a meta.json"),
-    ("{}", "is not a meta.json"), (pickle.dumps({"format": 1}), "is not a meta.json"),
+    ("{}", "is not a meta.json"), ('{"format": 1, "dtype": "uint16"}', "is not a meta.json"), (pickle.dumps({"format": 1}), "is not a meta.json"),
     ('{"format": 2}', "has data format 2, this version reads 1: delete it and prepare it again")])
 def test_meta_that_cannot_be_read(tmp_path, content, words):
     if content is not None:
@@ -658,6 +658,18 @@ def test_what_a_killed_run_left_is_done_anew(corpus, tmp_path):
     prepared(files, tmp_path / "out")
     assert sorted(p.name for p in (tmp_path / "out").iterdir()) == ["meta.json", "train.bin", "val.bin"]
     assert not (tmp_path / "out.partial").exists() and len(texts_of(tmp_path / "out", "train")) > 30
+
+
+@pytest.mark.parametrize("name", ["meta.json", "train.bin.json", "gpt2.json"])
+def test_a_tokenizer_file_of_any_name(name, edited, corpus, tmp_path):
+    path = edited().rename(tmp_path / name)
+    tokenizer = load_tokenizer(str(path))
+    prepare(corpus(), tokenizer, tmp_path / "out", val_permille=200)
+    assert (tmp_path / "out" / "tokenizer.json").read_bytes() == path.read_bytes()
+    assert TokenBin(tmp_path / "out", "val").tokenizer().sha256 == tokenizer.sha256
+    bare = path.rename(tmp_path / "byte")
+    with pytest.raises(DataError, match="unknown tokenizer .*tokenizer.json or .tiktoken file"):
+        load_tokenizer(str(bare))
 
 
 # ---- the command line
