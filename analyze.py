@@ -33,7 +33,7 @@ def pyplot():
 
 def save(figure, numbers, out):
     out = Path(out)
-    figure.savefig(out, dpi=150, bbox_inches="tight")
+    figure.savefig(out, dpi=150)
     out.with_suffix(".json").write_text(json.dumps(numbers, indent=1), encoding="utf-8")
     print(f"{out} and {out.with_suffix('.json').name}")
 
@@ -53,7 +53,7 @@ def smoothed(values, decay=0.9):
 
 def curves(runs, out):
     plt = pyplot()
-    figure, axes = plt.subplots(figsize=(7, 4.5))
+    figure, axes = plt.subplots(figsize=(7, 4.5), layout="constrained")
     numbers = {}
     for i, run in enumerate(runs):
         log = read_log(run)
@@ -96,9 +96,11 @@ def routes(checkpoint, out, tokens):
               for s in range(streams) for h in ([None, *range(heads)] if heads > 1 else [None])]
     columns = min(len(panels), 5)
     rows = -(-len(panels) // columns)
-    figure, axes = plt.subplots(rows, columns, figsize=(2.6 * columns + 1, 2.6 * rows + 0.8), squeeze=False, sharey=True)
+    figure, axes = plt.subplots(rows, columns, figsize=(2.6 * columns + 1.4, 2.6 * rows + 1), squeeze=False, sharey=True,
+                               layout="constrained")
     for ax, panel in zip(axes.flat, panels):
-        image = ax.imshow(panel[1], vmin=0, vmax=1, cmap="viridis", aspect="auto")
+        # square roots of weights decide the colour: of many sources each has little
+        image = ax.imshow(panel[1], norm=plt.matplotlib.colors.PowerNorm(0.5, 0, 1), cmap="viridis", aspect="auto")
         ax.set(title=panel[0], xlabel="source (0 = embedding)")
     for ax in list(axes.flat)[len(panels):]:
         ax.axis("off")

@@ -106,10 +106,10 @@ def main(argv=None):
     parser.add_argument("--json", metavar="FILE")
     args, overrides = parser.parse_known_args(argv)
     rows = bench_step([args.config, *overrides], args.residuals.split(","), args.rounds, args.steps)
-    print(f"training step of {args.config}, {torch.get_num_threads()} threads, {args.rounds} rounds of {args.steps} steps: "
-          "median [lowest, highest]")
+    print(f"training step of {args.config}, kernels {rows[0]['kernels']}, {torch.get_num_threads()} threads, {args.rounds} rounds "
+          f"of {args.steps} steps: median [lowest, highest]")
     for row in rows:
-        print(f"{row['residual']:12s} {row['kernels']:9s} {row['tokens_per_s_median']:10,.0f} tokens/s "
+        print(f"{row['residual']:12s} {row['tokens_per_s_median']:10,.0f} tokens/s "
               f"[{row['tokens_per_s_low']:,.0f}, {row['tokens_per_s_high']:,.0f}]  ratio {row['ratio_median']:.2f} "
               f"[{row['ratio_low']:.2f}, {row['ratio_high']:.2f}]  saved for backward {row['saved_mib']:.0f} MiB")
     if args.json:
