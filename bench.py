@@ -19,7 +19,7 @@ from pathlib import Path
 
 import torch
 
-from eval import choose_device
+from eval import choose_device, choose_kernels
 from model import GPT, ConfigError
 from train import choose_dtype, load_config
 
@@ -46,8 +46,10 @@ class Step:
     def __init__(self, config, model_config):
         device = choose_device(config.device)
         self.device = torch.device(device)
-        self.model = GPT(model_config, config.init_seed, config.kernels).to(self.device, getattr(torch, config.param_dtype))
-        self.model.compute_dtype = choose_dtype(config.dtype, device, device == "cuda" and torch.cuda.is_bf16_supported(False))
+        dtype = choose_dtype(config.dtype, device, device == "cuda" and torch.cuda.is_bf16_supported(False))
+        self.model = GPT(model_config, config.init_seed, choose_kernels(config.kernels, device, dtype))
+        self.model.to(self.device, getattr(torch, config.param_dtype))
+        self.model.compute_dtype = dtype
         self.model.checkpoint = config.checkpoint == "sublayer"
         if config.compile or config.compile is None and device == "cuda":
             for f in self.model.sublayers:

@@ -21,6 +21,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+import route_kernels
 from model import GPT, ConfigError, load_checkpoint
 from prepare_data import DataError, TokenBin, decode, restore_tokenizer
 
@@ -37,6 +38,14 @@ def choose_device(name):
     if kind == "mps" and not torch.backends.mps.is_available():
         raise ConfigError(f"device={name}, but torch has no MPS here: use --device=cpu")
     return name
+
+
+def choose_kernels(name, device, dtype):
+    """The rung of route_kernels for a device ("cuda:0", say) and dtype of activations; "auto" is the fastest that runs."""
+    try:
+        return route_kernels.choose(name, str(device).partition(":")[0], dtype)
+    except ValueError as e:
+        raise ConfigError(str(e)) from None
 
 
 def val_windows(data, seq_len, eval_tokens):
@@ -113,7 +122,7 @@ def open_checkpoint(path, weights, device):
     missing = {"step", "tokenizer"} - state.keys()
     if missing:
         raise ConfigError(f"{path} is no checkpoint of train.py: it lacks {' and '.join(sorted(missing))}")
-    model = GPT.from_checkpoint(state, weights).to(device)
+    model = GPT.from_checkpoint(state, weights, choose_kernels("auto", device, torch.float32)).to(device)
     meta = state["tokenizer"]
     tokenizer = restore_tokenizer(meta, bytes(meta["file"].numpy()) if meta["file"] is not None else None)
     return model, tokenizer, {key: state[key] for key in ("config", "step")}

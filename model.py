@@ -237,7 +237,7 @@ class FFN(nn.Module):
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# pathways. States are plain tuples of tensors; `write` returns a new one and changes nothing.
+# pathways. `write` returns a new state and changes nothing, but that a history of sources grows.
 
 
 class Pathway(nn.Module):
@@ -319,13 +319,13 @@ class AttnRes(Pathway):
 
     Queries start at zero, gains at one: each read starts as the plain mean of its sources.
     """
+    key_stream = value_stream = (0,)      # of a read, for each stream that is read
 
     def __init__(self, config):
         super().__init__(config)
         rows = self.n_site + 1
         self.query = nn.Parameter(torch.zeros(rows, config.d_model))
         self.gain = nn.Parameter(torch.ones(rows, config.d_model))
-        self.group = route_kernels.group_size(self.n_site, self.sites_per_block)
 
     def init_weights(self, generator):
         nn.init.ones_(self.gain)
@@ -334,34 +334,33 @@ class AttnRes(Pathway):
             nn.init.normal_(self.query, std=self.query_init_std, generator=generator)
 
     def start(self, x):
-        return (x,), None, {}                                      # history, the open block's sum, what was read ahead
+        query = self.query.view(len(self.gain), -1, self.gain.shape[-1])           # (2L+1, streams, C)
+        history = self.rung.history(self.rung, query, self.gain, self.route_heads, self.norm_eps, self.key_stream,
+                                    self.value_stream, self.sites_per_block)
+        history.append((x,) * query.shape[1])
+        return history, None                                       # and the open block's sum, a tensor a stream
 
-    def entries(self, state):
-        history, open_block, _ = state
-        return history if open_block is None else history + (open_block,)
+    def mixes(self, state, site):
+        """The depth read of each stream, a tuple of (B, T, C)."""
+        history, open_block = state
+        if self.recorder is not None:
+            self.recorder.append(history.weights(site, open_block))
+        return history.read(site, open_block)
 
     def read(self, state, site):
-        return self.attend(self.entries(state), self.query[site], self.gain[site], ahead=state[2].get(site)), None
+        (h,) = self.mixes(state, site)
+        return h, None
 
     def write(self, state, y, site, carry):
-        history, open_block, ahead = state
-        return self.file(history, y if open_block is None else open_block + y, ahead, site)
+        history, open_block = state
+        return self.close(history, (y if open_block is None else open_block[0] + y,), site)
 
-    def file(self, history, block, ahead, site):
-        """The state after `site` wrote to `block`: it joins the history if that was its last site. Where a group of reads
-        begins, their joint pass over the history is made (AttnRes, algorithm 1); nothing but speed depends on it."""
-        if self.closes_block(site):
-            history, block = history + (block,), None
-        first, stop = site + 1, site + 1 + self.group
-        if first % self.group == 0 and first < self.n_site and self.rung.read_ahead is not None:
-            ahead = self.read_ahead(history, range(first, stop if stop < self.n_site else self.n_site + 1))
-        return history, block, ahead
-
-    def read_ahead(self, history, sites):
-        """{site: what its read finds in `history`} for consecutive sites."""
-        rows = slice(sites.start, sites.stop)
-        found = self.rung.read_ahead(history, self.query[rows], self.gain[rows], self.route_heads, self.norm_eps)
-        return dict(zip(sites, found))
+    def close(self, history, block, site):
+        """The state after `site` wrote to `block`: a source of the history if that was its last site."""
+        if not self.closes_block(site):
+            return history, block
+        history.append(block)
+        return history, None
 
     def closes_block(self, site):
         return (site + 1) % self.sites_per_block == 0
@@ -369,16 +368,6 @@ class AttnRes(Pathway):
     def readout(self, state):
         h, _ = self.read(state, self.n_site)
         return h
-
-    def attend(self, values, query, gain, keys=None, ahead=None):
-        """One depth read over `values`, chosen by `keys` (default: the values themselves); `ahead` has what was read ahead
-        of the first of them."""
-        settings = query, gain, self.route_heads, self.norm_eps
-        if self.recorder is not None:
-            self.recorder.append(route_kernels.depth_weights(keys or values, *settings))
-        if len(values) == 1:                                       # softmax over one source
-            return values[0]
-        return self.rung.read(values, *settings, keys) if ahead is None else self.rung.read(values, *settings, keys, ahead)
 
     def sources(self, site):
         S = self.sites_per_block
@@ -446,14 +435,8 @@ class DAR(AttnRes):
         nn.init.zeros_(self.gate_bias)
         nn.init.constant_(self.gate_bias[:, 4], 2.0)               # M(rho) starts near the identity
 
-    def start(self, x):
-        return ((x, x),), None, {}
-
     def read(self, state, site):
-        entries = list(zip(*self.entries(state)))                  # [stream][r], each (B, T, C)
-        ahead = state[2].get(site, (None, None))
-        h = [self.attend(entries[self.value_stream[j]], self.query[site, j], self.gain[site],
-                         keys=entries[self.key_stream[j]], ahead=ahead[j]) for j in (0, 1)]
+        h = self.mixes(state, site)
         wide = torch.promote_types(h[0].dtype, torch.float32)
         seen = torch.cat([F.rms_norm(h_j.to(wide), h_j.shape[-1:], eps=self.norm_eps) for h_j in h], dim=-1)
         gates = F.linear(seen, self.gate_weight[site].to(wide), self.gate_bias[site].to(wide)).sigmoid()
@@ -461,19 +444,13 @@ class DAR(AttnRes):
         return alpha[..., :1] * h[0] + alpha[..., 1:] * h[1], (2 * beta, rho)
 
     def write(self, state, y, site, carry):
-        history, block, ahead = state
+        history, block = state
         beta, rho = carry
         new = beta[..., :1] * y, beta[..., 1:] * y
         if block is not None:
             p0, p1 = block
             new = new[0] + rho * p0 + (1 - rho) * p1, new[1] + (1 - rho) * p0 + rho * p1
-        return self.file(history, new, ahead, site)
-
-    def read_ahead(self, history, sites):
-        entries, rows = list(zip(*history)), slice(sites.start, sites.stop)
-        found = [self.rung.read_ahead(entries[self.value_stream[j]], self.query[rows, j], self.gain[rows], self.route_heads,
-                                      self.norm_eps, entries[self.key_stream[j]]) for j in (0, 1)]
-        return dict(zip(sites, zip(*found)))
+        return self.close(history, new, site)
 
     def saved_per_site(self):
         return 8                                                   # and h_j, their norms, y, and a pair of entries
@@ -536,12 +513,12 @@ class GPT(nn.Module):
     """
     config     ModelConfig
     init_seed  seed of the initial weights; the body's are drawn first and do not depend on the pathway
-    kernels    how depth is read: "auto" or a name of route_kernels.RUNGS
+    kernels    how depth is read: a name of route_kernels.RUNGS; `route_kernels.choose` knows which runs where
     Attributes to set before use: `compute_dtype` (None = the weights' own) and `checkpoint` (True = keep only the input
     of each sublayer and run it again in backward).
     """
 
-    def __init__(self, config, init_seed=0, kernels="auto"):
+    def __init__(self, config, init_seed=0, kernels="lean"):
         super().__init__()
         self.config = config
         self.embed = nn.Embedding(config.vocab_size, config.d_model)
@@ -555,11 +532,11 @@ class GPT(nn.Module):
         cos, sin = rope_tables(config)
         self.register_buffer("cos", cos, persistent=False)
         self.register_buffer("sin", sin, persistent=False)
-        if kernels not in ("auto", *route_kernels.RUNGS):
+        if kernels not in route_kernels.RUNGS:
             raise ConfigError(f"unknown kernels={kernels!r}{nearest(kernels, route_kernels.RUNGS)}; "
-                              f"known: auto, {', '.join(route_kernels.RUNGS)}")
-        self.kernels = route_kernels.choose() if kernels == "auto" else kernels
-        self.pathway.rung = route_kernels.RUNGS[self.kernels]
+                              f"known: {', '.join(route_kernels.RUNGS)}")
+        self.kernels = kernels
+        self.pathway.rung = route_kernels.RUNGS[kernels]
         self.compute_dtype = None
         self.checkpoint = False
         if not self.embed.weight.is_meta:
@@ -617,14 +594,14 @@ class GPT(nn.Module):
         summing to 1 over N. Empty for a pathway that does not attend over depth. Without dropout.
         """
         self.pathway.recorder = found = []
-        was_training = self.training
+        was_training, rung = self.training, self.pathway.rung
+        self.pathway.rung = route_kernels.RUNGS["reference"]
         try:
             self.eval().hidden(idx)
         finally:
-            self.pathway.recorder = None
+            self.pathway.recorder, self.pathway.rung = None, rung
             self.train(was_training)
-        streams = len(found) // (len(self.sublayers) + 1)
-        return [torch.stack(found[i:i + streams]) for i in range(0, len(found), streams or 1)]
+        return found
 
     # ---- sampling
 
@@ -724,7 +701,7 @@ class GPT(nn.Module):
         self.cos, self.sin = (table.to(self.embed.weight.device) for table in rope_tables(self.config))
 
     @classmethod
-    def from_checkpoint(cls, path, weights="model", kernels="auto"):
+    def from_checkpoint(cls, path, weights="model", kernels="lean"):
         """The model of a checkpoint of train.py, in evaluation mode, on the CPU. `weights` is "model" or "ema"."""
         state = path if isinstance(path, dict) else load_checkpoint(path)
         if weights not in state:

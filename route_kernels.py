@@ -1,5 +1,5 @@
 """
-The depth read, the one operation that every attention-over-depth pathway is made of.
+The depth read, the one operation that every attention-over-depth pathway is made of, and the histories that are read.
 
 A read mixes N sources v_0 .. v_{N-1}, each (B, T, C), separately for every token. Channels are cut into H routing heads
 of K = C/H; head h has its own softmax over the N sources (MHAR, arXiv 2607.27230, eq. 3; H = 1 is AttnRes,
@@ -11,21 +11,51 @@ arXiv 2603.15031, section 3.1):
 
 Keys are the values themselves (k_n = v_n), except in DAR (arXiv 2607.18730), where they come from the other stream.
 
-Each rung below computes the same function, `read(values, query, gain, heads, eps, keys=None)`, and is tested against the
-rung before it:
+Three rungs compute this function, each tested against the one before it:
 
     reference   the specification: stack, normalise, softmax, sum. Keeps every intermediate for autograd.
-    lean        the same in plain torch, but keeps only references to the sources and N(H+1) scalars a token; and reads
-                of a group share their pass over the sources that the group starts from (`read_ahead`).
+    lean        the same in plain torch, but keeps only references to the sources and a few scalars a token.
+    triton      two kernels, `_forward` and `_backward`, for GPUs. Keeps the sources and the log-sum-exp of each read.
 
-Letters: B batch, T time, C width, N sources, H routing heads, K = C/H, G reads of a group.
+**Groups.** Queries are parameters, so what a read finds in sources that exist already can be computed before its own turn.
+lean and triton let GROUP consecutive reads share one pass over the sources that the first of them sees, the history of the
+group; each read then merges the few sources written since (AttnRes, algorithm 1). This is exact: a softmax over a union
+follows from the softmax over each part and its log-sum-exp.
+
+**Backward.** With dout given, r_n = 1/rms(k_n), qg = query * gain, and D_h = <dout_h, out_h> = sum_n w_nh <dout_h, v_nh>:
+
+    dz_nh = w_nh (<dout_h, v_nh> - D_h)
+    dv_n  = w_n dout
+    dk_n  = dz_n r_n qg - (sum_h dz_nh z_nh) r_n^2 / C k_n            (added to dv_n where keys are values)
+    dqg   = sum over tokens and n of dz_n r_n k_n
+
+so a source is read once, weights are made again from the log-sum-exp, and nothing of size N x C is kept. When backward
+comes to a read, all later reads have had their turn; the gradient of the newest source, which no earlier read saw, is then
+complete but for the reads of its own group and leaves at once. Only sums over whole groups wait in an fp32 bank.
+
+**Traffic of the triton rung**, bytes a channel and token. A source of 2 bytes is read once a group and once by each later
+read of its own group; in backward likewise, and each group reads and writes 8 bytes of the bank for each source of its
+history. `bench.py bytes` counts them and prints the model of the best known scheme beside them.
+
+Letters: B batch, T time, P = B T tokens, C width, N sources, H routing heads, K = C/H, G reads of a group, R = 2L+1 reads,
+S streams (DAR has two histories, the others one).
 """
 
+from __future__ import annotations                                         # macOS has no triton: tl is not evaluated
+
+import os
+from collections import Counter
 from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 from torch.autograd.function import once_differentiable
+
+try:
+    import triton
+    import triton.language as tl
+except ImportError:
+    triton = None
 
 
 def depth_weights(keys, query, gain, heads, eps):
@@ -76,16 +106,7 @@ class Ahead(NamedTuple):
 
 
 class _LeanRead(torch.autograd.Function):
-    """
-    Backward of a read, from dout alone. With r_n = 1/rms(k_n), qg = query * gain and D_h = sum_n w_nh <dout_h, v_nh>:
-
-        dz_nh = w_nh (<dout_h, v_nh> - D_h)
-        dv_n  = w_n dout
-        dk_n  = dz_n r_n qg - (sum_h dz_nh z_nh) r_n^2 / C k_n            (added to dv_n where keys are values)
-        dqg   = sum over tokens and n of dz_n r_n k_n
-
-    What was read ahead acts as one more value whose logit is the log-sum-exp of its own softmax (AttnRes, algorithm 1).
-    """
+    """What was read ahead acts as one more value whose logit is the log-sum-exp of its own softmax."""
 
     @staticmethod
     def forward(ctx, qg, eps, n, ahead, lse, *sources):                    # qg (H, K); sources: n values [, n keys]
@@ -138,8 +159,7 @@ class _LeanRead(torch.autograd.Function):
 
 def read_ahead_lean(values, queries, gains, heads, eps, keys=None):
     """
-    Phase 1 of AttnRes's algorithm 1: G reads over the same sources in one pass. Queries are parameters, so it can be made
-    before the inputs of these reads are known, and it is exact.
+    Phase 1 of AttnRes's algorithm 1: G reads over the same sources in one pass.
 
     values, keys, heads, eps as in `depth_read_reference`; queries and gains (G, C)
     Returns the `Ahead` of each read; `depth_read_lean` merges it with later sources.
@@ -213,23 +233,374 @@ def heads_of(x, qg):
     return x.unflatten(-1, qg.shape)
 
 
+# ----------------------------------------------------------------------------------------------------------------------
+# triton: one program takes some tokens in turn. A tile holds E = reads x streams rows of C channels, cut into H heads of K.
+# Tiles are powers of two: K = KA + KB (160 = 128 + 32), and every (..., C) value comes as a pair of tiles, `_a` and `_b`.
+# KEYS and VALUES are bit masks: bit j is set if the read of stream j takes its keys or values from stream 1.
+
+GROUP = 8
+launched = Counter()                      # kernel name -> launches: tells whether the fast path ran
+
+
+def jit(f):
+    counts = ["tokens", "first", "stop", "step", "row", "count", "n_read", "group"]                # differ from read to read
+    return f if triton is None else triton.jit(f, do_not_specialize=[name for name in counts if name in f.__annotations__])
+
+
+def helper(f):
+    return f if triton is None else triton.jit(f)
+
+
+@helper
+def _load(at, ia, ib, ma, mb):
+    return tl.load(at + ia, mask=ma, other=0.0).to(tl.float32), tl.load(at + ib, mask=mb, other=0.0).to(tl.float32)
+
+
+@helper
+def _store(at, ia, ib, ma, mb, xa, xb):
+    tl.store(at + ia, xa.to(at.dtype.element_ty), mask=ma)
+    tl.store(at + ib, xb.to(at.dtype.element_ty), mask=mb)
+
+
+@helper
+def _source(at, ia, ib, ma, mb, eps, C: tl.constexpr, S: tl.constexpr):
+    """The streams of one source and 1/rms of each; one stream is given twice."""
+    x0a, x0b = _load(at, ia, ib, ma, mb)
+    r0 = tl.rsqrt((tl.sum(x0a * x0a) + tl.sum(x0b * x0b)) / C + eps)
+    if S == 1:
+        return x0a, x0b, r0, x0a, x0b, r0
+    else:
+        x1a, x1b = _load(at + C, ia, ib, ma, mb)
+        r1 = tl.rsqrt((tl.sum(x1a * x1a) + tl.sum(x1b * x1b)) / C + eps)
+        return x0a, x0b, r0, x1a, x1b, r1
+
+
+@helper
+def _dots(ta, tb, x0a, x0b, x1a, x1b, of1, S: tl.constexpr):
+    """Per head, <row e of a tile, its stream of the source>: (E, H)."""
+    d = tl.sum(ta * x0a[None], -1) + tl.sum(tb * x0b[None], -1)
+    if S == 2:
+        d = tl.where(of1, tl.sum(ta * x1a[None], -1) + tl.sum(tb * x1b[None], -1), d)
+    return d
+
+
+@helper
+def _add(tile, w, x0, x1, of1, S: tl.constexpr):
+    """tile + w (E, H) times the stream of the source that belongs to each row."""
+    if S == 1:
+        return tile + w[:, :, None] * x0[None]
+    else:
+        return tile + tl.where(of1, 0.0, w)[:, :, None] * x0[None] + tl.where(of1, w, 0.0)[:, :, None] * x1[None]
+
+
+@jit
+def _forward(bank, qg, out, partial, lse, P, tokens: int, first: int, stop: int, step: int, row: int, count: int, n_read: int,
+             group: int, eps, MERGE: tl.constexpr, OPEN: tl.constexpr, KEYS: tl.constexpr, VALUES: tl.constexpr,
+             S: tl.constexpr, H: tl.constexpr, K: tl.constexpr, HP: tl.constexpr, KA: tl.constexpr, KB: tl.constexpr,
+             E: tl.constexpr, VEC: tl.constexpr):
+    """
+    `count` reads of rows first*step, (first+1)*step, .. below stop*step of the bank and, by the first of them alone, of the
+    open block in row `row` (OPEN). The first read's mix goes to `out`; those of the others to `partial`, to be gone on with
+    later (MERGE). bank (R, P, S, C), qg (R, S, C), out (P, S, C), partial (P, G, S, C), lse (P, R, S, H); qg, partial and
+    lse from the first read on.
+    """
+    C: tl.constexpr = H * K
+    heads, a, b = tl.arange(0, HP)[:, None], tl.arange(0, KA)[None, :], KA + tl.arange(0, KB)[None, :]
+    ia, ib, ma, mb = heads * K + a, heads * K + b, (heads < H) & (a < K), (heads < H) & (b < K)
+    e, h = tl.arange(0, E)[:, None], tl.arange(0, HP)[None, :]
+    by1, of1 = (KEYS >> (e % S)) % 2 == 1, (VALUES >> (e % S)) % 2 == 1
+    live, one = (e < count * S) & (h < H), (e < S) & (h < H)
+    la, lb = (e < count * S)[:, :, None] & ma[None], (e < count * S)[:, :, None] & mb[None]
+    oa, ob = (e < S)[:, :, None] & ma[None], (e < S)[:, :, None] & mb[None]
+    # all tiles get one layout, or they would be exchanged through shared memory for every source
+    ea = tl.max_contiguous(e[:, :, None] * C + ia[None], [1, 1, VEC])
+    eb = tl.max_contiguous(e[:, :, None] * C + ib[None], [1, 1, max(1, VEC * KB // KA)])
+    eh = e * H + h
+    qa, qb = _load(qg, ea, eb, la, lb)
+    for t in range(tokens):
+        p = (tl.program_id(0) * tokens + t).to(tl.int64)
+        if p < P:
+            if MERGE:
+                top, total = tl.load(lse + p * n_read * S * H + eh, mask=live, other=0.0), tl.full((E, HP), 1.0, tl.float32)
+                ya, yb = _load(partial + p * group * S * C, ea, eb, la, lb)
+            else:
+                top, total = tl.full((E, HP), float("-inf"), tl.float32), tl.zeros((E, HP), tl.float32)
+                ya, yb = tl.zeros((E, HP, KA), tl.float32), tl.zeros((E, HP, KB), tl.float32)
+            for n in range(first, stop + OPEN):                            # softmax on the fly, as in FlashAttention
+                source = tl.where(n < stop, n * step, row).to(tl.int64)
+                x0a, x0b, r0, x1a, x1b, r1 = _source(bank + (source * P + p) * S * C, ia, ib, ma, mb, eps, C, S)
+                z = _dots(qa, qb, x0a, x0b, x1a, x1b, by1, S) * tl.where(by1, r1, r0)
+                if OPEN:
+                    z = tl.where((n < stop) | one, z, float("-inf"))
+                new_top = tl.maximum(top, z)
+                keep, w = tl.exp(top - new_top), tl.exp(z - new_top)
+                top, total = new_top, total * keep + w
+                ya = _add(ya * keep[:, :, None], w, x0a, x1a, of1, S)
+                yb = _add(yb * keep[:, :, None], w, x0b, x1b, of1, S)
+            ya, yb = ya / total[:, :, None], yb / total[:, :, None]
+            _store(out + p * S * C, ea, eb, oa, ob, ya, yb)
+            if E > S:
+                _store(partial + p * group * S * C, ea, eb, la & (oa == 0), lb & (ob == 0), ya, yb)
+            tl.store(lse + p * n_read * S * H + eh, top + tl.log(total), mask=live)
+
+
+@helper
+def _gradient(xa, xb, r, w, s, dz_z, da, db, qa, qb, of, by, C: tl.constexpr):
+    """Of one stream of a source: what all reads of the tile that take values (of) or keys (by) from it add."""
+    w, s = tl.where(of, w, 0.0)[:, :, None], tl.where(by, s, 0.0)[:, :, None]
+    radial = tl.sum(tl.where(by, dz_z, 0.0)) * r * r / C
+    return tl.sum(w * da + s * qa, 0) - radial * xa, tl.sum(w * db + s * qb, 0) - radial * xb
+
+
+@jit
+def _backward(bank, qg, out, lse, dout, delta, dbank, dnew, dqg, P, tokens: int, first: int, stop: int, step: int, row: int,
+              count: int, n_read: int, group: int, eps, ADD: tl.constexpr, OPEN: tl.constexpr, KEYS: tl.constexpr,
+              VALUES: tl.constexpr, S: tl.constexpr, H: tl.constexpr, K: tl.constexpr, HP: tl.constexpr, KA: tl.constexpr,
+              KB: tl.constexpr, E: tl.constexpr, VEC: tl.constexpr):
+    """
+    What the first read of the tile and the `count` - 1 later ones of its group add to the gradients of the rows that
+    `_forward` names: to `dnew` (P, S, C) for the newest one, in row `row`, whose gradient is complete with it; to `dbank`
+    (.., P, S, C), a row a closed source, for the others. ADD: later groups left gradients of closed sources in dbank.
+    dout (P, G, S, C) and delta (P, G, S, H) from the first read on; delta is D, made here for the first read. dqg
+    (programs, R, S, C) collects the gradient of qg program by program.
+    """
+    C: tl.constexpr = H * K
+    heads, a, b = tl.arange(0, HP)[:, None], tl.arange(0, KA)[None, :], KA + tl.arange(0, KB)[None, :]
+    ia, ib, ma, mb = heads * K + a, heads * K + b, (heads < H) & (a < K), (heads < H) & (b < K)
+    e, h = tl.arange(0, E)[:, None], tl.arange(0, HP)[None, :]
+    by1, of1 = (KEYS >> (e % S)) % 2 == 1, (VALUES >> (e % S)) % 2 == 1
+    live, one = (e < count * S) & (h < H), (e < S) & (h < H)
+    la, lb = (e < count * S)[:, :, None] & ma[None], (e < count * S)[:, :, None] & mb[None]
+    oa, ob = (e < S)[:, :, None] & ma[None], (e < S)[:, :, None] & mb[None]
+    ea = tl.max_contiguous(e[:, :, None] * C + ia[None], [1, 1, VEC])
+    eb = tl.max_contiguous(e[:, :, None] * C + ib[None], [1, 1, max(1, VEC * KB // KA)])
+    eh = e * H + h
+    qa, qb = _load(qg, ea, eb, la, lb)
+    dqa, dqb = tl.zeros((E, HP, KA), tl.float32), tl.zeros((E, HP, KB), tl.float32)
+    for t in range(tokens):
+        p = (tl.program_id(0) * tokens + t).to(tl.int64)
+        if p < P:
+            da, db = _load(dout + p * group * S * C, ea, eb, la, lb)
+            ya, yb = _load(out + p * S * C, ea, eb, oa, ob)
+            d_at = delta + p * group * S * H + eh
+            D = tl.sum(da * ya, -1) + tl.sum(db * yb, -1) + tl.load(d_at, mask=live & (e >= S), other=0.0)
+            tl.store(d_at, D, mask=one)
+            total = tl.load(lse + p * n_read * S * H + eh, mask=live, other=0.0)
+            for n in range(first, stop + OPEN):
+                source = tl.where(n < stop, n * step, row).to(tl.int64)
+                x0a, x0b, r0, x1a, x1b, r1 = _source(bank + (source * P + p) * S * C, ia, ib, ma, mb, eps, C, S)
+                r = tl.where(by1, r1, r0)
+                z = _dots(qa, qb, x0a, x0b, x1a, x1b, by1, S) * r
+                w = tl.where(live & ((n < stop) | one), tl.exp(z - total), 0.0)
+                dz = w * (_dots(da, db, x0a, x0b, x1a, x1b, of1, S) - D)
+                dqa, dqb = _add(dqa, dz * r, x0a, x1a, by1, S), _add(dqb, dz * r, x0b, x1b, by1, S)
+                for j in tl.static_range(S):
+                    if j == 0:
+                        ga, gb = _gradient(x0a, x0b, r0, w, dz * r, dz * z, da, db, qa, qb, of1 == 0, by1 == 0, C)
+                    else:
+                        ga, gb = _gradient(x1a, x1b, r1, w, dz * r, dz * z, da, db, qa, qb, of1, by1, C)
+                    at = dbank + ((tl.where(n < stop, n, 0).to(tl.int64) * P + p) * S + j) * C
+                    if ADD:
+                        pa, pb = _load(at, ia, ib, ma & (n < stop), mb & (n < stop))
+                        ga, gb = ga + pa, gb + pb
+                    if source == row:
+                        _store(dnew + (p * S + j) * C, ia, ib, ma, mb, ga, gb)
+                    else:
+                        _store(at, ia, ib, ma, mb, ga, gb)
+    at = dqg + tl.program_id(0).to(tl.int64) * n_read * S * C
+    pa, pb = _load(at, ea, eb, la, lb)
+    _store(at, ea, eb, la, lb, pa + dqa, pb + dqb)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# histories: the sources of one forward pass, and every read of them
+
+
+class History:
+    """
+    query            (R, S, C) pseudo-queries; gain (R, C) gains of the key norm, shared by the streams
+    heads, eps       as in `depth_weights`
+    key_stream       which stream of the sources gives the keys of the read of stream j, for each j; value_stream likewise
+    sites_per_block  after how many sites a source is appended
+
+    Read in the order of the sites, 0 .. R-1.
+    """
+
+    def __init__(self, rung, query, gain, heads, eps, key_stream=(0,), value_stream=(0,), sites_per_block=1):
+        self.rung, self.query, self.gain, self.settings = rung, query, gain, (heads, eps)
+        self.roles = list(zip(key_stream, value_stream))
+        self.closed, self.ahead = [], {}
+
+    def append(self, source):
+        """Add a source: one tensor (B, T, C) a stream."""
+        self.closed.append(source)
+
+    def read(self, site, open_block=None):
+        """The mix of all sources, and of the open block as it stands, for each stream (B, T, C)."""
+        sources = self.closed + [open_block] * (open_block is not None)
+        if len(sources) == 1:                                              # softmax over one source
+            return sources[0]
+        if self.rung.read_ahead is not None and (site - 1) % GROUP == 0 and len(self.closed) > 1:
+            self.ahead = self.read_ahead(slice(site, min(site + GROUP, len(self.query))))
+        return tuple(self.rung.read([x[value] for x in sources], self.query[site, j], self.gain[site], *self.settings,
+                                    None if key == value else [x[key] for x in sources], **self.ahead.get((site, j), {}))
+                     for j, (key, value) in enumerate(self.roles))
+
+    def read_ahead(self, reads):
+        """{(read, stream): what it finds in the sources that are there}."""
+        found = {}
+        for j, (key, value) in enumerate(self.roles):
+            values, keys = ([x[stream] for x in self.closed] for stream in (value, key))
+            ahead = self.rung.read_ahead(values, self.query[reads, j], self.gain[reads], *self.settings,
+                                         None if key == value else keys)
+            found |= {(reads.start + i, j): {"ahead": a} for i, a in enumerate(ahead)}
+        return found
+
+    def weights(self, site, open_block=None):
+        """The depth weights of the reads of a site, (S, N, B, T, H)."""
+        sources = self.closed + [open_block] * (open_block is not None)
+        return torch.stack([depth_weights([x[key] for x in sources], self.query[site, j], self.gain[site], *self.settings)
+                            for j, (key, _) in enumerate(self.roles)])
+
+
+class TritonHistory:
+    """
+    `History` with the kernels. Sources live in one bank; row s is what was written last when site s reads, closed or open.
+    Backward must come once, to all reads, in reverse order; it does whenever a loss of the model's output is
+    differentiated, and anything else is refused.
+    """
+
+    def __init__(self, rung, query, gain, heads, eps, key_stream=(0,), value_stream=(0,), sites_per_block=1):
+        self.qg = query_gain(query, gain[:, None].expand_as(query), heads).flatten(-2)                     # (R, S, C)
+        self.R, self.S, self.C = self.qg.shape
+        self.H, self.eps, self.step = heads, eps, sites_per_block
+        self.rows, self.warps, tile = tile_of(self.C, heads, self.S)
+        self.group = self.rows // self.S
+        masks = {name: sum(bit << j for j, bit in enumerate(streams)) for name, streams in
+                 (("KEYS", key_stream), ("VALUES", value_stream))}
+        self.tile = masks | {"S": self.S, "H": heads} | tile
+        self.newest, self.due, self.due_backward = None, 0, self.R - 1
+
+    def append(self, source):
+        self.newest = source
+
+    def read(self, site, open_block=None):
+        if site != self.due:
+            raise RuntimeError(f"kernels=triton: read {site} came when read {self.due} was due; use --kernels=lean to read in "
+                               "any order")
+        self.due += 1
+        if site == 0:
+            self.shape = self.newest[0].shape
+            self.P = self.newest[0].numel() // self.C
+            self.bank = self.newest[0].new_empty(self.R, self.P, self.S, self.C)
+            self.lse = self.bank.new_empty(self.P, self.R, self.S, self.H, dtype=torch.float32)
+            self.tokens = max(16, -(-self.P // 256))                       # of a program: few partial sums, a filled GPU
+            self.programs = -(-self.P // self.tokens)
+        for j, y in enumerate(open_block or self.newest):                  # outside of autograd, like all that follows
+            self.bank[site, :, j].view(self.shape).copy_(y.detach())
+        return _TritonRead.apply(self, site, self.qg if site == 0 else None, *(open_block or self.newest))
+
+    def span(self, site):
+        """(first read of the group of `site`, the first read after the group)."""
+        start = site - (site - 1) % self.group
+        return start, min(start + self.group, self.R)
+
+    def launch(self, kernel, site, count, first, tensors, **flags):
+        rows = self.S << (count - 1).bit_length()
+        warps = max(1, self.warps // 2) if kernel is _forward else self.warps
+        kernel[self.programs,](self.bank, self.qg[site], *tensors, self.P, self.tokens, first, site // self.step + 1, self.step,
+                               site, count, self.R, self.group, self.eps, **flags, OPEN=int(site % self.step > 0), E=rows,
+                               VEC=min(8, max(1, self.tile["HP"] * self.tile["KA"] // (32 * warps))), **self.tile,
+                               num_warps=warps)
+        launched[kernel.__name__] += 1
+
+    def forward(self, site):
+        start, stop = self.span(site)
+        i, out = site - start, self.bank.new_empty(self.P, self.S, self.C)
+        if i == 0:
+            self.partial = self.lse.new_empty(self.P, self.group, self.S, self.C)
+        first = 0 if i == 0 else start // self.step + 1
+        self.launch(_forward, site, 1 if i else stop - site, first, (out, self.partial[:, i], self.lse[:, site]), MERGE=i > 0)
+        return out
+
+    def backward(self, site, out, douts):
+        start, stop = self.span(site)
+        i = site - start
+        if stop == self.R == site + 1:
+            self.dbank = self.lse.new_empty(self.R // self.step + 1, self.P, self.S, self.C)
+            self.dqg = self.lse.new_zeros(self.programs, self.R, self.S, self.C)
+        if stop == site + 1:
+            self.dout = self.bank.new_empty(self.P, self.group, self.S, self.C)
+            self.delta = self.lse.new_empty(self.P, self.group, self.S, self.H)
+        for j, d in enumerate(douts):
+            self.dout[:, i, j].view(self.shape).copy_(d)
+        dnew, is_open = torch.empty_like(out), site % self.step > 0
+        first = 0 if i == 0 else site // self.step + is_open                # inside a group, the newest source alone
+        self.launch(_backward, site, stop - site, first, (out, self.lse[:, site], self.dout[:, i], self.delta[:, i], self.dbank,
+                                                          dnew, self.dqg[:, site]), ADD=stop < self.R)
+        return dnew
+
+
+class _TritonRead(torch.autograd.Function):
+    """One read as a function of the newest source; those before it are in the bank. Read 0, the first forward and the last
+    backward, also stands for qg."""
+
+    @staticmethod
+    def forward(ctx, history, site, qg, *newest):
+        ctx.history, ctx.site = history, site
+        if site == 0:
+            return tuple(x.view_as(x) for x in newest)
+        out = history.forward(site)
+        ctx.save_for_backward(out)
+        return tuple(h.view(history.shape) for h in out.unbind(1))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, *douts):
+        history, site = ctx.history, ctx.site
+        if site != history.due_backward:
+            raise RuntimeError(f"kernels=triton: backward of read {site} came when that of read {history.due_backward} was due; "
+                               "a forward pass can be differentiated once, from the model's output; use --kernels=lean for "
+                               "anything else")
+        history.due_backward -= 1
+        if site == 0:
+            dx = [(d + history.dbank[0, :, j].view(d.shape)).to(d.dtype) for j, d in enumerate(douts)]
+            return None, None, history.dqg.sum(0), *dx
+        dnew = history.backward(site, *ctx.saved_tensors, douts)
+        return None, None, None, *(d.view(history.shape) for d in dnew.unbind(1))
+
+
+def tile_of(C, H, S):
+    """(rows of a tile, warps of `_backward`, sizes): as many reads as the registers of a program hold (3 tiles in backward)."""
+    fit = (10_240 if S == 1 else 8192) // C
+    rows = max(S, min(GROUP, 1 << fit.bit_length() >> 1))
+    K = C // H
+    KA = 1 << K.bit_length() >> 1
+    return rows, min(16, triton.next_power_of_2(-(-rows * C // 1280))), {
+        "K": K, "HP": triton.next_power_of_2(H), "KA": KA, "KB": triton.next_power_of_2(max(1, K - KA))}
+
+
 class Rung(NamedTuple):
-    read: Callable
-    read_ahead: Callable | None           # None: every read visits all of its sources itself
+    history: type
+    read: Callable | None = None          # one read on its own
+    read_ahead: Callable | None = None    # None: every read visits all of its sources itself
 
 
-RUNGS = {"reference": Rung(depth_read_reference, None), "lean": Rung(depth_read_lean, read_ahead_lean)}
+RUNGS = {"reference": Rung(History, depth_read_reference), "lean": Rung(History, depth_read_lean, read_ahead_lean),
+         "triton": Rung(TritonHistory)}
 
 
-def choose():
-    """The name of the fastest rung that runs here."""
-    return "lean"
-
-
-def group_size(n_site, sites_per_block):
+def choose(name, device, dtype):
     """
-    How many consecutive reads share one pass over the sources that are there when the first of them is due: a multiple
-    of the depth block that divides the sites, near sqrt(n_site), where early passes and late merges balance.
+    The name of a rung for a kind of device ("cuda", "cpu", ..) and dtype of activations: "auto" gives the fastest one that
+    runs there; for another name ValueError says why it does not.
     """
-    fit = [g for g in range(sites_per_block, n_site + 1, sites_per_block) if n_site % g == 0] or [sites_per_block]
-    return min(fit, key=lambda g: (max(g * g, n_site) / min(g * g, n_site), -g))
+    interpreted = os.environ.get("TRITON_INTERPRET") == "1"
+    why_not = ("triton is not installed (it exists for Linux)" if triton is None else
+               f"the kernels need a GPU of CUDA, not {device}" if device != "cuda" and not interpreted else
+               f"the kernels know float32, bfloat16 and float16, not {dtype}" if dtype == torch.float64 else None)
+    if name == "auto":
+        return "lean" if why_not or device != "cuda" else "triton"
+    if name == "triton" and why_not:
+        raise ValueError(f"kernels=triton: {why_not}; use --kernels=lean")
+    return name

@@ -36,9 +36,10 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from tqdm import tqdm
 
-from eval import batch, choose_device, val_windows, window_losses
+from eval import batch, choose_device, choose_kernels, val_windows, window_losses
 from model import GPT, LOGITS_AT_ONCE, ConfigError, ModelConfig, load_checkpoint, nearest
 from prepare_data import DataError, TokenBin
+from route_kernels import RUNGS
 
 
 class RunError(RuntimeError):
@@ -75,14 +76,14 @@ class TrainConfig:
     param_dtype: str = "float32"          # of weights and optimizer state; bfloat16 is the MHAR recipe
     compile: bool | None = None           # torch.compile of the sublayers; None = on CUDA only
     checkpoint: str = "none"              # activation checkpointing: none, sublayer
-    kernels: str = "auto"                 # how depth is read: auto or a name of route_kernels.RUNGS
+    kernels: str = "auto"                 # how depth is read: auto (the fastest that runs), triton, lean, reference
     resume: str = "auto"                  # auto = go on where out_dir stopped; never; or the path of a checkpoint
     wandb: bool = False
 
     def __post_init__(self):
         choices = {"schedule": SCHEDULES, "device": ("auto", "cpu", "cuda", "mps"),
                    "dtype": ("auto", "float32", "bfloat16"), "param_dtype": ("float32", "bfloat16"),
-                   "checkpoint": ("none", "sublayer")}
+                   "checkpoint": ("none", "sublayer"), "kernels": ("auto", *RUNGS)}
         for name, known in choices.items():
             value = getattr(self, name)
             if value not in known:
@@ -463,7 +464,7 @@ def dry_run(config, model_config):
     world = int(os.environ.get("WORLD_SIZE", 1))
     passes = accumulation(config, model_config.seq_len, world)
     with torch.device("meta"):
-        model = GPT(model_config, kernels=config.kernels)
+        model = GPT(model_config)
     print(model.describe())
     total = config.batch_tokens * config.max_steps
     print(f"{config.batch_tokens:,} tokens a step = {world} process(es) * {passes} pass(es) * {config.micro_batch_size} * "
@@ -526,7 +527,7 @@ def run(config, model_config, flat, processes, argv):
             stale.unlink()
 
     # ---- model, optimizer, state
-    model = GPT(model_config, init_seed=config.init_seed, kernels=config.kernels)
+    model = GPT(model_config, config.init_seed, choose_kernels(config.kernels, device, dtype))
     model.to(device=device, dtype=getattr(torch, config.param_dtype))
     model.compute_dtype, model.checkpoint = dtype, config.checkpoint == "sublayer"
     groups = model.param_groups()

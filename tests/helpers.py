@@ -46,7 +46,7 @@ def randomize(model, seed=0):
     return model
 
 
-def random_model(seed=0, kernels="auto", **kw):
+def random_model(seed=0, kernels="lean", **kw):
     return randomize(GPT(tiny_config(**kw), kernels=kernels), seed)
 
 

@@ -9,6 +9,7 @@ import literal
 import model as model_file
 from helpers import assert_close, gradients, random_model, rel_rms, tiny_config, tokens
 from model import GPT, PATHWAYS, Attention, ConfigError, Context, ModelConfig, token_losses
+from route_kernels import RUNGS
 
 DAR_FAMILY = ["dar", "dar_selfkv", "dar_crossv", "dar_fixed"]
 
@@ -152,7 +153,8 @@ def streams_of(model, idx):
     for site, f in enumerate(callables(model, idx)):
         h, carry = model.pathway.read(state, site)
         state = model.pathway.write(state, f(h), site, carry)
-    return [list(stream) for stream in zip(*model.pathway.entries(state))]
+    history, open_block = state
+    return [list(stream) for stream in zip(*history.closed, *[open_block] * (open_block is not None))]
 
 
 def test_one_site_a_block_makes_the_streams_collinear():
@@ -175,9 +177,9 @@ def test_transport_is_doubly_stochastic():
     pathway = random_model(residual="dar", sites_per_block=4).pathway
     p0, p1, y = (normal((2, 3, 24), seed) for seed in range(3))
     beta, rho = normal((2, 3, 2), 3).exp(), normal((2, 3, 1), 4).sigmoid()
-    _, (q0, q1), _ = pathway.write((((y, y),), (p0, p0), {}), y, 1, (beta[..., :1].expand(2, 3, 2), rho))
+    _, (q0, q1) = pathway.write((None, (p0, p0)), y, 1, (beta[..., :1].expand(2, 3, 2), rho))
     assert rel_rms(q0, p0 + beta[..., :1] * y) < 1e-15 and rel_rms(q1, q0) < 1e-15
-    _, (q0, q1), _ = pathway.write((((y, y),), (p0, p1), {}), y, 1, (beta, rho))
+    _, (q0, q1) = pathway.write((None, (p0, p1)), y, 1, (beta, rho))
     assert rel_rms(q0 + q1, p0 + p1 + beta.sum(-1, keepdim=True) * y) < 1e-15
     assert rel_rms(q0 - p0, p1 - p0) > 0.1             # and it does move something
     assert rel_rms(q0, p0 + (1 - rho) * (p1 - p0) + beta[..., :1] * y) < 1e-15
@@ -343,16 +345,16 @@ def test_sources_and_description(residual, sites_per_block):
 
 
 @pytest.mark.parametrize("variant", [v for v in VARIANTS if v != "add"])
-def test_depth_weights_are_those_of_the_reads(variant):
+def test_depth_weights_are_those_of_the_reads(variant, monkeypatch):
     model, idx = random_model(n_layer=4, **VARIANTS[variant]), tokens(2, 7)
-    reads, rung = [], model.pathway.rung
+    reads, rung = [], RUNGS["reference"]
 
     def spy(values, query, gain, heads, eps, keys):
         reads.append((torch.stack(tuple(values)), rung.read(values, query, gain, heads, eps, keys)))
         return reads[-1][1]
 
     expected = model(idx)[0]
-    model.pathway.rung = rung._replace(read=spy, read_ahead=None)
+    monkeypatch.setitem(RUNGS, "reference", rung._replace(read=spy))
     weights = model.depth_weights(idx)
     streams, heads = 1 + (model.config.residual in DAR_FAMILY), model.config.route_heads
     assert [w.shape for w in weights] == [(streams, len(model.pathway.sources(site)), 2, 7, heads) for site in range(9)]
@@ -362,7 +364,6 @@ def test_depth_weights_are_those_of_the_reads(variant):
     for w, (values, out) in zip(flat, reads):
         mix = (w.unsqueeze(-1) * values.unflatten(-1, (heads, -1))).sum(0).flatten(-2)
         assert rel_rms(out, mix) < 1e-14
-    model.pathway.rung = rung
     assert torch.equal(model(idx)[0], expected)                    # recording has ended and left no trace
     assert model.pathway.recorder is None
 

@@ -93,7 +93,7 @@ def test_values_are_understood(config_file, argument, value):
     ("schedule=cosin", "unknown schedule='cosin' (did you mean cosine?); known: cosine"),
     ("residual=mahr", "unknown residual='mahr' (did you mean mhar?); known: add"),
     ("checkpoint=all", "unknown checkpoint='all'; known: none, sublayer"),
-    ("kernels=fast", "unknown kernels='fast'; known: auto, reference, lean"),
+    ("kernels=fast", "unknown kernels='fast'; known: auto, reference, lean, triton"),
     ("device=tpu", "unknown device='tpu'"),
     ("keep_last=0", "keep_last must be at least 1, not 0"),
     ("ema_decay=1", "ema_decay must be in [0, 1), not 1.0"),
