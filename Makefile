@@ -1,10 +1,11 @@
 # make demo     train, evaluate and sample a small model on this machine, in minutes
 # make test     run the whole test suite
+# make gpu      what needs a GPU: kernels native, speed at the papers' sizes -> out/gpu.json; under 10 minutes
 PYTHON ?= python3
 BIN = .venv/bin
 PIP = $(BIN)/pip install --disable-pip-version-check -c requirements.lock
 
-.PHONY: venv demo test clean
+.PHONY: venv demo test gpu clean
 
 venv: .venv/ready
 
@@ -34,6 +35,13 @@ demo: venv
 
 test: .venv/ready-for-tests
 	$(BIN)/python -m pytest
+
+gpu: .venv/ready-for-tests
+	$(BIN)/python -m pytest tests/test_kernels.py
+	for size in 100m 350m 1b; do \
+	  $(BIN)/python bench.py kernels configs/mhar_$$size.py --json out/gpu.json && \
+	  $(BIN)/python bench.py step configs/mhar_$$size.py --residuals=add,mhar --json out/gpu.json || exit 1; \
+	done
 
 clean:
 	rm -rf .venv data/demo out/demo *.egg-info

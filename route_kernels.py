@@ -15,7 +15,7 @@ Three rungs compute this function, each tested against the one before it:
 
     reference   the specification: stack, normalise, softmax, sum. Keeps every intermediate for autograd.
     lean        the same in plain torch, but keeps only references to the sources and a few scalars a token.
-    triton      two kernels, `_forward` and `_backward`, for GPUs. Keeps the sources and the log-sum-exp of each read.
+    triton      kernels for GPUs, `_forward` and `_backward`. Keeps the sources and the log-sum-exp of each read.
 
 **Groups.** Queries are parameters, so what a read finds in sources that exist already can be computed before its own turn.
 lean and triton let GROUP consecutive reads share one pass over the sources that the first of them sees, the history of the
@@ -344,6 +344,23 @@ def _forward(bank, qg, out, partial, lse, P, tokens: int, first: int, stop: int,
             tl.store(lse + p * n_read * S * H + eh, top + tl.log(total), mask=live)
 
 
+@jit
+def _take(cotangent, out, dout, delta, P, tokens: int, group: int, S: tl.constexpr, H: tl.constexpr, K: tl.constexpr,
+          HP: tl.constexpr, KA: tl.constexpr, KB: tl.constexpr):
+    """The cotangent (P, C) of a mix goes into the buffer of its group, with D. Of out (P, S, C), dout (P, G, S, C) and
+    delta (P, G, S, H) one stream."""
+    heads, a, b = tl.arange(0, HP)[:, None], tl.arange(0, KA)[None, :], KA + tl.arange(0, KB)[None, :]
+    ia, ib, ma, mb = heads * K + a, heads * K + b, (heads < H) & (a < K), (heads < H) & (b < K)
+    h = tl.arange(0, HP)
+    for t in range(tokens):
+        p = (tl.program_id(0) * tokens + t).to(tl.int64)
+        if p < P:
+            da, db = _load(cotangent + p * H * K, ia, ib, ma, mb)
+            ya, yb = _load(out + p * S * H * K, ia, ib, ma, mb)
+            _store(dout + p * group * S * H * K, ia, ib, ma, mb, da, db)
+            tl.store(delta + p * group * S * H + h, tl.sum(da * ya, -1) + tl.sum(db * yb, -1), mask=h < H)
+
+
 @helper
 def _gradient(xa, xb, r, w, s, dz_z, da, db, qa, qb, of, by, C: tl.constexpr):
     """Of one stream of a source: what all reads of the tile that take values (of) or keys (by) from it add."""
@@ -353,7 +370,7 @@ def _gradient(xa, xb, r, w, s, dz_z, da, db, qa, qb, of, by, C: tl.constexpr):
 
 
 @jit
-def _backward(bank, qg, out, lse, dout, delta, dbank, dnew, dqg, P, tokens: int, first: int, stop: int, step: int, row: int,
+def _backward(bank, qg, lse, dout, delta, dbank, dnew, dqg, P, tokens: int, first: int, stop: int, step: int, row: int,
               count: int, n_read: int, group: int, eps, ADD: tl.constexpr, OPEN: tl.constexpr, KEYS: tl.constexpr,
               VALUES: tl.constexpr, S: tl.constexpr, H: tl.constexpr, K: tl.constexpr, HP: tl.constexpr, KA: tl.constexpr,
               KB: tl.constexpr, E: tl.constexpr, VEC: tl.constexpr):
@@ -361,8 +378,8 @@ def _backward(bank, qg, out, lse, dout, delta, dbank, dnew, dqg, P, tokens: int,
     What the first read of the tile and the `count` - 1 later ones of its group add to the gradients of the rows that
     `_forward` names: to `dnew` (P, S, C) for the newest one, in row `row`, whose gradient is complete with it; to `dbank`
     (.., P, S, C), a row a closed source, for the others. ADD: later groups left gradients of closed sources in dbank.
-    dout (P, G, S, C) and delta (P, G, S, H) from the first read on; delta is D, made here for the first read. dqg
-    (programs, R, S, C) collects the gradient of qg program by program.
+    dout (P, G, S, C) and delta (P, G, S, H), which is D, from the first read on. dqg (programs, R, S, C) collects the
+    gradient of qg program by program.
     """
     C: tl.constexpr = H * K
     heads, a, b = tl.arange(0, HP)[:, None], tl.arange(0, KA)[None, :], KA + tl.arange(0, KB)[None, :]
@@ -371,27 +388,26 @@ def _backward(bank, qg, out, lse, dout, delta, dbank, dnew, dqg, P, tokens: int,
     by1, of1 = (KEYS >> (e % S)) % 2 == 1, (VALUES >> (e % S)) % 2 == 1
     live, one = (e < count * S) & (h < H), (e < S) & (h < H)
     la, lb = (e < count * S)[:, :, None] & ma[None], (e < count * S)[:, :, None] & mb[None]
-    oa, ob = (e < S)[:, :, None] & ma[None], (e < S)[:, :, None] & mb[None]
     ea = tl.max_contiguous(e[:, :, None] * C + ia[None], [1, 1, VEC])
     eb = tl.max_contiguous(e[:, :, None] * C + ib[None], [1, 1, max(1, VEC * KB // KA)])
     eh = e * H + h
     qa, qb = _load(qg, ea, eb, la, lb)
-    dqa, dqb = tl.zeros((E, HP, KA), tl.float32), tl.zeros((E, HP, KB), tl.float32)
+    dqg += tl.program_id(0).to(tl.int64) * n_read * S * C
+    dqa, dqb = _load(dqg, ea, eb, la, lb)
     for t in range(tokens):
         p = (tl.program_id(0) * tokens + t).to(tl.int64)
         if p < P:
             da, db = _load(dout + p * group * S * C, ea, eb, la, lb)
-            ya, yb = _load(out + p * S * C, ea, eb, oa, ob)
-            d_at = delta + p * group * S * H + eh
-            D = tl.sum(da * ya, -1) + tl.sum(db * yb, -1) + tl.load(d_at, mask=live & (e >= S), other=0.0)
-            tl.store(d_at, D, mask=one)
-            total = tl.load(lse + p * n_read * S * H + eh, mask=live, other=0.0)
+            D = tl.load(delta + p * group * S * H + eh, mask=live, other=0.0)
+            total = tl.load(lse + p * n_read * S * H + eh, mask=live, other=float("inf"))
             for n in range(first, stop + OPEN):
                 source = tl.where(n < stop, n * step, row).to(tl.int64)
                 x0a, x0b, r0, x1a, x1b, r1 = _source(bank + (source * P + p) * S * C, ia, ib, ma, mb, eps, C, S)
                 r = tl.where(by1, r1, r0)
                 z = _dots(qa, qb, x0a, x0b, x1a, x1b, by1, S) * r
-                w = tl.where(live & ((n < stop) | one), tl.exp(z - total), 0.0)
+                w = tl.exp(z - total)
+                if OPEN:
+                    w = tl.where((n < stop) | one, w, 0.0)
                 dz = w * (_dots(da, db, x0a, x0b, x1a, x1b, of1, S) - D)
                 dqa, dqb = _add(dqa, dz * r, x0a, x1a, by1, S), _add(dqb, dz * r, x0b, x1b, by1, S)
                 for j in tl.static_range(S):
@@ -401,15 +417,13 @@ def _backward(bank, qg, out, lse, dout, delta, dbank, dnew, dqg, P, tokens: int,
                         ga, gb = _gradient(x1a, x1b, r1, w, dz * r, dz * z, da, db, qa, qb, of1, by1, C)
                     at = dbank + ((tl.where(n < stop, n, 0).to(tl.int64) * P + p) * S + j) * C
                     if ADD:
-                        pa, pb = _load(at, ia, ib, ma & (n < stop), mb & (n < stop))
+                        pa, pb = _load(at, ia, ib, ma & (n < stop) if OPEN else ma, mb & (n < stop) if OPEN else mb)
                         ga, gb = ga + pa, gb + pb
                     if source == row:
                         _store(dnew + (p * S + j) * C, ia, ib, ma, mb, ga, gb)
                     else:
                         _store(at, ia, ib, ma, mb, ga, gb)
-    at = dqg + tl.program_id(0).to(tl.int64) * n_read * S * C
-    pa, pb = _load(at, ea, eb, la, lb)
-    _store(at, ea, eb, la, lb, pa + dqa, pb + dqb)
+    _store(dqg, ea, eb, la, lb, dqa, dqb)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -494,7 +508,7 @@ class TritonHistory:
             self.P = self.newest[0].numel() // self.C
             self.bank = self.newest[0].new_empty(self.R, self.P, self.S, self.C)
             self.lse = self.bank.new_empty(self.P, self.R, self.S, self.H, dtype=torch.float32)
-            self.tokens = max(16, -(-self.P // 256))                       # of a program: few partial sums, a filled GPU
+            self.tokens = tokens_of_program(self.P)
             self.programs = -(-self.P // self.tokens)
         for j, y in enumerate(open_block or self.newest):                  # outside of autograd, like all that follows
             self.bank[site, :, j].view(self.shape).copy_(y.detach())
@@ -505,14 +519,20 @@ class TritonHistory:
         start = site - (site - 1) % self.group
         return start, min(start + self.group, self.R)
 
-    def launch(self, kernel, site, count, first, tensors, **flags):
+    def constants(self, kernel, count):
+        """What `kernel` is compiled for when it takes `count` reads at once."""
         rows = self.S << (count - 1).bit_length()
-        warps = max(1, self.warps // 2) if kernel is _forward else self.warps
-        kernel[self.programs,](self.bank, self.qg[site], *tensors, self.P, self.tokens, first, site // self.step + 1, self.step,
-                               site, count, self.R, self.group, self.eps, **flags, OPEN=int(site % self.step > 0), E=rows,
-                               VEC=min(8, max(1, self.tile["HP"] * self.tile["KA"] // (32 * warps))), **self.tile,
-                               num_warps=warps)
+        warps = self.warps if kernel is _backward and 2 * rows >= self.rows else max(1, self.warps // 2)
+        each = self.tile["HP"] * self.tile["KA"] // (32 * warps)           # elements of a source a thread
+        return self.tile | {"E": rows, "VEC": min(8, max(1, each)), "num_warps": warps}
+
+    def launch(self, kernel, tensors, *numbers, **constants):
+        kernel[self.programs,](*tensors, self.P, self.tokens, *numbers, **constants)
         launched[kernel.__name__] += 1
+
+    def launch_reads(self, kernel, site, count, first, tensors, **flags):
+        self.launch(kernel, (self.bank, self.qg[site], *tensors), first, site // self.step + 1, self.step, site, count, self.R,
+                    self.group, self.eps, **flags, OPEN=int(site % self.step > 0), **self.constants(kernel, count))
 
     def forward(self, site):
         start, stop = self.span(site)
@@ -520,7 +540,7 @@ class TritonHistory:
         if i == 0:
             self.partial = self.lse.new_empty(self.P, self.group, self.S, self.C)
         first = 0 if i == 0 else start // self.step + 1
-        self.launch(_forward, site, 1 if i else stop - site, first, (out, self.partial[:, i], self.lse[:, site]), MERGE=i > 0)
+        self.launch_reads(_forward, site, 1 if i else stop - site, first, (out, self.partial[:, i], self.lse[:, site]), MERGE=i > 0)
         return out
 
     def backward(self, site, out, douts):
@@ -532,12 +552,13 @@ class TritonHistory:
         if stop == site + 1:
             self.dout = self.bank.new_empty(self.P, self.group, self.S, self.C)
             self.delta = self.lse.new_empty(self.P, self.group, self.S, self.H)
+        sizes = {name: size for name, size in self.constants(_forward, 1).items() if name not in ("KEYS", "VALUES", "E", "VEC")}
         for j, d in enumerate(douts):
-            self.dout[:, i, j].view(self.shape).copy_(d)
+            self.launch(_take, (d.contiguous(), out[:, j], self.dout[:, i, j], self.delta[:, i, j]), self.group, **sizes)
         dnew, is_open = torch.empty_like(out), site % self.step > 0
         first = 0 if i == 0 else site // self.step + is_open                # inside a group, the newest source alone
-        self.launch(_backward, site, stop - site, first, (out, self.lse[:, site], self.dout[:, i], self.delta[:, i], self.dbank,
-                                                          dnew, self.dqg[:, site]), ADD=stop < self.R)
+        self.launch_reads(_backward, site, stop - site, first, (
+            self.lse[:, site], self.dout[:, i], self.delta[:, i], self.dbank, dnew, self.dqg[:, site]), ADD=stop < self.R)
         return dnew
 
 
@@ -570,13 +591,21 @@ class _TritonRead(torch.autograd.Function):
         return None, None, None, *(d.view(history.shape) for d in dnew.unbind(1))
 
 
+def tokens_of_program(P):
+    """Of P: enough that sums over a program's tokens are cheap to write, few enough to fill a GPU with programs."""
+    return max(16, -(-P // 256))
+
+
 def tile_of(C, H, S):
-    """(rows of a tile, warps of `_backward`, sizes): as many reads as the registers of a program hold (3 tiles in backward)."""
-    fit = (10_240 if S == 1 else 8192) // C
+    """
+    (rows of a tile, warps of `_backward`, sizes). Rows are reads x streams: as many as fit the registers, of which backward
+    fills three tiles. The limits are where the compiler spills for sm_80, sm_90 and sm_100.
+    """
+    fit = (10_240 if S == 1 and H < 16 else 8192) // C
     rows = max(S, min(GROUP, 1 << fit.bit_length() >> 1))
     K = C // H
     KA = 1 << K.bit_length() >> 1
-    return rows, min(16, triton.next_power_of_2(-(-rows * C // 1280))), {
+    return rows, min(16, triton.next_power_of_2(-(-GROUP * C // 1280))), {
         "K": K, "HP": triton.next_power_of_2(H), "KA": KA, "KB": triton.next_power_of_2(max(1, K - KA))}
 
 

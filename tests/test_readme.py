@@ -64,10 +64,18 @@ def test_published_numbers_are_those_of_the_configs():
             assert f"+{model.GPT(model_config).pathway.num_params():,}" == (routing or "+0"), name
 
 
-def test_bench_step(config_file, capsys, tmp_path):
-    bench.main(["step", str(config_file), "--rounds=2", "--steps=1", "--residuals=add,mhar,dar", f"--json={tmp_path / 'b.json'}"])
-    rows = json.loads((tmp_path / "b.json").read_text())
-    assert [r["residual"] for r in rows] == ["add", "mhar", "dar"] and rows[0]["ratio_median"] == 1.0
-    assert all(r["tokens_per_s_low"] <= r["tokens_per_s_median"] <= r["tokens_per_s_high"] for r in rows)
-    assert rows[0]["saved_mib"] < rows[1]["saved_mib"] < rows[2]["saved_mib"]
-    assert "ratio 1.00" in capsys.readouterr().out
+def test_bench(config_file, capsys, tmp_path):
+    path = tmp_path / "new" / "b.json"
+    bench.main(["step", str(config_file), "--rounds=2", "--steps=1", "--residuals=add,mhar,dar", f"--json={path}"])
+    bench.main(["kernels", str(config_file), "--rounds=2", "--steps=1", "--residual=mhar", f"--json={path}"])
+    bench.main(["bytes", str(config_file), "--residual=mhar", f"--json={path}"])
+    step, kernels, moved = (found["rows"] for found in json.loads(path.read_text()).values())
+    assert [r["residual"] for r in step] == ["add", "mhar", "dar"] and step[0]["ratio_median"] == 1.0
+    assert all(r["tokens_per_s_low"] <= r["tokens_per_s_median"] <= r["tokens_per_s_high"] for r in step)
+    assert step[0]["saved_mib"] < step[1]["saved_mib"] < step[2]["saved_mib"]
+    assert [r["kernels"] for r in kernels] == ["lean", "reference"]
+    total = {r["buffer"]: r["mb_per_token"] for r in moved}
+    assert total["total"] > total["bank"] > 0
+    assert "1 [1, 1]" in capsys.readouterr().out
+    with pytest.raises(model.ConfigError, match="residual='add' does not read by depth attention"):
+        bench.main(["kernels", str(config_file)])
