@@ -378,7 +378,8 @@ def table(rows):
 
 
 def main(argv=None):
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
+                                     allow_abbrev=False)                   # --residual is a key of the config
     parser.add_argument("command", choices=("step", "kernels", "bytes"))
     parser.add_argument("config", metavar="CONFIG")
     parser.add_argument("--residuals", default="add,attnres,mhar,dar", help="of step (default: add,attnres,mhar,dar)")

@@ -522,7 +522,8 @@ class TritonHistory:
     def constants(self, kernel, count):
         """What `kernel` is compiled for when it takes `count` reads at once."""
         rows = self.S << (count - 1).bit_length()
-        warps = self.warps if kernel is _backward and 2 * rows >= self.rows else max(1, self.warps // 2)
+        few = rows * self.C <= (2048 if kernel is _backward else 8192) and self.S == 1
+        warps = max(1, self.warps // 2) if few else self.warps
         each = self.tile["HP"] * self.tile["KA"] // (32 * warps)           # elements of a source a thread
         return self.tile | {"E": rows, "VEC": min(8, max(1, each)), "num_warps": warps}
 
@@ -601,8 +602,8 @@ def tile_of(C, H, S):
     (rows of a tile, warps of `_backward`, sizes). Rows are reads x streams: as many as fit the registers, of which backward
     fills three tiles. The limits are where the compiler spills for sm_80, sm_90 and sm_100.
     """
-    fit = (10_240 if S == 1 and H < 16 else 8192) // C
-    rows = max(S, min(GROUP, 1 << fit.bit_length() >> 1))
+    fit = (10_240 if S == 1 else 8192) // C
+    rows = max(S, min(GROUP if H < 16 else GROUP // 2, 1 << fit.bit_length() >> 1))
     K = C // H
     KA = 1 << K.bit_length() >> 1
     return rows, min(16, triton.next_power_of_2(-(-GROUP * C // 1280))), {

@@ -78,4 +78,4 @@ def test_bench(config_file, capsys, tmp_path):
     assert total["total"] > total["bank"] > 0
     assert "1 [1, 1]" in capsys.readouterr().out
     with pytest.raises(model.ConfigError, match="residual='add' does not read by depth attention"):
-        bench.main(["kernels", str(config_file)])
+        bench.main(["kernels", str(config_file), "--residual=add"])
