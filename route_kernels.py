@@ -503,16 +503,21 @@ class TritonHistory:
             raise RuntimeError(f"kernels=triton: read {site} came when read {self.due} was due; use --kernels=lean to read in "
                                "any order")
         self.due += 1
+        newest, self.newest = open_block or self.newest, None              # kept, it would hold the graph that holds this
         if site == 0:
-            self.shape = self.newest[0].shape
-            self.P = self.newest[0].numel() // self.C
-            self.bank = self.newest[0].new_empty(self.R, self.P, self.S, self.C)
+            self.shape = newest[0].shape
+            self.P = newest[0].numel() // self.C
+            self.bank = newest[0].new_empty(self.R, self.P, self.S, self.C)
             self.lse = self.bank.new_empty(self.P, self.R, self.S, self.H, dtype=torch.float32)
             self.tokens = tokens_of_program(self.P)
             self.programs = -(-self.P // self.tokens)
-        for j, y in enumerate(open_block or self.newest):                  # outside of autograd, like all that follows
+        for j, y in enumerate(newest):                                     # outside of autograd, like all that follows
             self.bank[site, :, j].view(self.shape).copy_(y.detach())
-        return _TritonRead.apply(self, site, self.qg if site == 0 else None, *(open_block or self.newest))
+        return _TritonRead.apply(self, site, self.qg if site == 0 else None, *newest)
+
+    def free(self):
+        """Let go of the buffers: a loss that somebody still holds holds the graph, and so this."""
+        self.bank = self.lse = self.partial = self.dbank = self.dqg = self.dout = self.delta = None
 
     def span(self, site):
         """(first read of the group of `site`, the first read after the group)."""
@@ -522,8 +527,8 @@ class TritonHistory:
     def constants(self, kernel, count):
         """What `kernel` is compiled for when it takes `count` reads at once."""
         rows = self.S << (count - 1).bit_length()
-        few = rows * self.C <= (2048 if kernel is _backward else 8192) and self.S == 1
-        warps = max(1, self.warps // 2) if few else self.warps
+        few = rows * self.C * self.S <= (2048 if kernel is _backward else 8192)
+        warps = max(1, self.warps // 2) if few else self.warps             # so that a thread loads 16 bytes of a source
         each = self.tile["HP"] * self.tile["KA"] // (32 * warps)           # elements of a source a thread
         return self.tile | {"E": rows, "VEC": min(8, max(1, each)), "num_warps": warps}
 
@@ -542,6 +547,8 @@ class TritonHistory:
             self.partial = self.lse.new_empty(self.P, self.group, self.S, self.C)
         first = 0 if i == 0 else start // self.step + 1
         self.launch_reads(_forward, site, 1 if i else stop - site, first, (out, self.partial[:, i], self.lse[:, site]), MERGE=i > 0)
+        if site == self.R - 1:
+            self.partial = None
         return out
 
     def backward(self, site, out, douts):
@@ -587,7 +594,9 @@ class _TritonRead(torch.autograd.Function):
         history.due_backward -= 1
         if site == 0:
             dx = [(d + history.dbank[0, :, j].view(d.shape)).to(d.dtype) for j, d in enumerate(douts)]
-            return None, None, history.dqg.sum(0), *dx
+            dqg = history.dqg.sum(0)
+            history.free()
+            return None, None, dqg, *dx
         dnew = history.backward(site, *ctx.saved_tensors, douts)
         return None, None, None, *(d.view(history.shape) for d in dnew.unbind(1))
 

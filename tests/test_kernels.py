@@ -3,10 +3,12 @@ The Triton rung. Without a GPU the kernels are interpreted (TRITON_INTERPRET=1, 
 ahead of time to read what the compiler made of them.
 """
 
+import gc
 import json
 import os
 import subprocess
 import sys
+import weakref
 from pathlib import Path
 
 import numpy as np
@@ -157,6 +159,9 @@ def test_composes_with_checkpointing_accumulation_and_no_grad():
     expected = gradients(model, model(idx, idx)[1])
     model.checkpoint = True
     assert_close(gradients(model, model(idx, idx)[1]), expected, 1e-5)
+    for f in model.sublayers:
+        f.compile(backend="eager")
+    assert_close(gradients(model, model(idx, idx)[1]), expected, 1e-5)
     for part in idx[:1], idx[1:]:                          # two micro-batches
         (model(part, part)[1] / 2).backward()
     assert_close({name: p.grad for name, p in model.named_parameters()}, expected, 1e-5)
@@ -165,6 +170,29 @@ def test_composes_with_checkpointing_accumulation_and_no_grad():
     lean = GPT(model.config, kernels="lean").to(DEVICE)
     lean.load_state_dict(model.state_dict())
     assert torch.equal(model.eval().generate(idx, 3, temperature=0), lean.eval().generate(idx, 3, temperature=0))
+
+
+def test_nothing_outlives_a_step(monkeypatch):
+    """Buffers go with the backward, even if the loss is kept; without one, with the graph, and no collector is needed."""
+    made, build = [], TritonHistory.__init__
+
+    def remember(self, *args):
+        build(self, *args)
+        made.append(weakref.ref(self))
+
+    monkeypatch.setattr(TritonHistory, "__init__", remember)
+    idx = tokens(1, 2).to(DEVICE)
+    model = on_device(random_model(kernels="triton", residual="dar"))
+    gc.disable()
+    try:
+        loss = model(idx, idx)[1]
+        loss.backward()
+        assert made[0]().bank is made[0]().dbank is made[0]().lse is None
+        del loss
+        model(idx, idx)                                    # a graph that is never walked
+        assert [ref() for ref in made] == [None, None]
+    finally:
+        gc.enable()
 
 
 # ----------------------------------------------------------------------------------------------------------------------
