@@ -49,6 +49,16 @@ def test_two_processes_equal_one(pair, run, tmp_path):
     assert all(abs(losses(ahead)[step] - losses(behind)[step]) < 1e-6 for step in (7, 8))
 
 
+def test_kernels_with_two_processes(pair, run, tmp_path, monkeypatch):
+    """kernels=triton, interpreted, under DDP with accumulation, against lean with one process."""
+    details = dict(max_steps=2, batch_tokens=64, micro_batch_size=1, eval_tokens=32, residual="mhar", n_layer=1)
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    code, output = pair("two", kernels="triton", **details)
+    assert code == 0 and "kernels: triton" in output, output
+    a, b = losses(run("one", kernels="lean", **details)), losses(tmp_path / "two")
+    assert a.keys() == b.keys() and all(abs(a[step] - b[step]) < 1e-5 for step in a)
+
+
 def test_a_signal_stops_both_and_the_run_goes_on(pair, run, tmp_path):
     details = DETAILS | {"max_steps": 3000, "schedule": "constant", "save_interval": 10_000, "eval_interval": 10_000}
     process = pair("two", wait=False, **details)
