@@ -289,6 +289,18 @@ def best_known(n_layer):
     return min(map(total, range(1, 2 * n_layer + 1)))
 
 
+def papers_kernels(n_layer, heads, width):
+    """
+    Bytes a channel and token of the MHAR paper's fused kernels (its appendix E), as described there: forward copies each
+    source into a buffer, reads all of them for each read and writes, reads and writes again their weights; backward reads
+    them twice, adds each gradient up in fp32 in place, and writes and sums partial gradients of query and gain.
+    """
+    reads = 2 * n_layer + 1
+    pairs = reads * (reads + 1) // 2
+    forward = 2 * pairs + 6 * reads + 12 * heads * pairs / width
+    return forward + 12 * pairs + 20 * reads + 8 * heads * pairs / width
+
+
 @contextmanager
 def counted_accesses(found, buffers):
     """Adds the bytes of every load and store of interpreted kernels to found[name]; buffers() gives (name, tensor) pairs."""
@@ -351,8 +363,10 @@ def bench_bytes(config, model_config, tokens):
     rows += [{"buffer": "total", "mb_per_token": total / 1e6},
              {"buffer": "queries, which the cache holds", "mb_per_token": queries / 1e6}]
     if model_config.sites_per_block == 1:
-        best = best_known(model_config.n_layer) * model_config.d_model
-        rows.append({"buffer": "best known scheme", "mb_per_token": best / 1e6, "total_over_it": total / best})
+        C = model_config.d_model
+        for name, model in (("best known scheme, model", best_known(model_config.n_layer)), ("the MHAR paper's kernels, model",
+                            papers_kernels(model_config.n_layer, model_config.route_heads, C))):
+            rows.append({"buffer": name, "mb_per_token": model * C / 1e6, "total_over_it": total / (model * C)})
     return rows
 
 
