@@ -336,9 +336,9 @@ def counted_accesses(found, buffers):
 class Counted(TritonHistory):
     """Knows the buffers of the launch that is running."""
 
-    def launch(self, kernel, tensors, *numbers, **constants):
+    def launch(self, kernel, tensors, *rest, **constants):
         self.buffers = list(zip(kernel.arg_names, tensors))
-        super().launch(kernel, tensors, *numbers, **constants)
+        super().launch(kernel, tensors, *rest, **constants)
 
 
 def count_bytes(model_config, tokens, dtype):

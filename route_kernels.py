@@ -510,7 +510,6 @@ class TritonHistory:
             self.bank = newest[0].new_empty(self.R, self.P, self.S, self.C)
             self.lse = self.bank.new_empty(self.P, self.R, self.S, self.H, dtype=torch.float32)
             self.tokens = tokens_of_program(self.P)
-            self.programs = -(-self.P // self.tokens)
         for j, y in enumerate(newest):                                     # outside of autograd, like all that follows
             self.bank[site, :, j].view(self.shape).copy_(y.detach())
         return _TritonRead.apply(self, site, self.qg if site == 0 else None, *newest)
@@ -530,15 +529,17 @@ class TritonHistory:
         few = rows * self.C * self.S <= (2048 if kernel is _backward else 8192)
         warps = max(1, self.warps // 2) if few else self.warps             # so that a thread loads 16 bytes of a source
         each = self.tile["HP"] * self.tile["KA"] // (32 * warps)           # elements of a source a thread
-        return self.tile | {"E": rows, "VEC": min(8, max(1, each)), "num_warps": warps}
+        return self.tile | {"E": rows, "VEC": min(8, self.tile["KA"], max(1, each)), "num_warps": warps}
 
-    def launch(self, kernel, tensors, *numbers, **constants):
-        kernel[self.programs,](*tensors, self.P, self.tokens, *numbers, **constants)
+    def launch(self, kernel, tensors, tokens, *numbers, **constants):
+        with torch.cuda.device_of(self.bank):
+            kernel[-(-self.P // tokens),](*tensors, self.P, tokens, *numbers, **constants)
         launched[kernel.__name__] += 1
 
     def launch_reads(self, kernel, site, count, first, tensors, **flags):
-        self.launch(kernel, (self.bank, self.qg[site], *tensors), first, site // self.step + 1, self.step, site, count, self.R,
-                    self.group, self.eps, **flags, OPEN=int(site % self.step > 0), **self.constants(kernel, count))
+        tokens = 8 if kernel is _forward and count == 1 else self.tokens   # small programs, many of which fill a GPU
+        self.launch(kernel, (self.bank, self.qg[site], *tensors), tokens, first, site // self.step + 1, self.step, site, count,
+                    self.R, self.group, self.eps, **flags, OPEN=int(site % self.step > 0), **self.constants(kernel, count))
 
     def forward(self, site):
         start, stop = self.span(site)
@@ -556,13 +557,13 @@ class TritonHistory:
         i = site - start
         if stop == self.R == site + 1:
             self.dbank = self.lse.new_empty(self.R // self.step + 1, self.P, self.S, self.C)
-            self.dqg = self.lse.new_zeros(self.programs, self.R, self.S, self.C)
+            self.dqg = self.lse.new_zeros(-(-self.P // self.tokens), self.R, self.S, self.C)
         if stop == site + 1:
             self.dout = self.bank.new_empty(self.P, self.group, self.S, self.C)
             self.delta = self.lse.new_empty(self.P, self.group, self.S, self.H)
         sizes = {name: size for name, size in self.constants(_forward, 1).items() if name not in ("KEYS", "VALUES", "E", "VEC")}
         for j, d in enumerate(douts):
-            self.launch(_take, (d.contiguous(), out[:, j], self.dout[:, i, j], self.delta[:, i, j]), self.group, **sizes)
+            self.launch(_take, (d.contiguous(), out[:, j], self.dout[:, i, j], self.delta[:, i, j]), 8, self.group, **sizes)
         dnew, is_open = torch.empty_like(out), site % self.step > 0
         first = 0 if i == 0 else site // self.step + is_open                # inside a group, the newest source alone
         self.launch_reads(_backward, site, stop - site, first, (
