@@ -5,6 +5,7 @@ import json
 import os
 import pickle
 import random
+import re
 import subprocess
 import sys
 import sysconfig
@@ -542,6 +543,25 @@ def test_meta_that_cannot_be_read(tmp_path, content, words):
         (tmp_path / "meta.json").write_bytes(content if isinstance(content, bytes) else content.encode())
     with pytest.raises(DataError, match=words):
         TokenBin(tmp_path, "train")
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="Linux tells what memory is")
+def test_reading_a_bin_needs_no_memory_of_its_own(tmp_path):
+    """Pages of the mapped file may stay in memory, where the system can drop them; anonymous memory must not grow."""
+    def anonymous():
+        return int(re.search(r"RssAnon:\s+(\d+)", Path("/proc/self/status").read_text())[1]) / 1024      # MiB
+
+    n = 100_000_000
+    with (tmp_path / "train.bin").open("wb") as f:
+        f.truncate(2 * n)
+    write_meta(tmp_path, n, "uint16")
+    data, rng = TokenBin(tmp_path, "train"), np.random.default_rng(0)
+    windows = rng.integers(data.n_windows(1024), size=(2000, 8))
+    data.windows(windows[0], 1024)
+    before = anonymous()
+    for batch in windows:
+        data.windows(batch, 1024)
+    assert anonymous() - before < 20
 
 
 def test_last_window_beyond_4_gib(tmp_path):

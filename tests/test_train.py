@@ -8,6 +8,7 @@ import resource
 import signal
 import subprocess
 import sys
+import weakref
 from pathlib import Path
 
 import numpy as np
@@ -210,6 +211,15 @@ def test_every_window_once_an_epoch():
     assert sorted(windows_of_step(1, 1, 3, seed=1)) == [0, 0, 0]            # one window, three epochs a step
 
 
+def test_processes_share_the_windows_of_a_step():
+    """100 tokens in windows of 8, four processes of two sequences: 12 windows an epoch, none lost, none read twice."""
+    n, world, micro = (100 - 1) // 8, 4, 2
+    steps = [windows_of_step(step, n, world * micro, seed=0) for step in range(1, 4)]          # 24 windows = 2 epochs
+    parts = [[steps[i][rank * micro:][:micro] for i in range(3)] for rank in range(world)]
+    read = np.concatenate([window for i in range(3) for rank in range(world) for window in (parts[rank][i],)])
+    assert sorted(read[:n]) == sorted(read[n:]) == list(range(n))
+
+
 def test_seeds(run):
     same = [losses(run(name, seed=s, init_seed=i, max_steps=3)) for name, s, i in
             (("a", 1, 1), ("b", 1, 1), ("c", 2, 1), ("d", 1, 2))]
@@ -407,6 +417,26 @@ def test_a_folder_that_cannot_be_made(config_file, tmp_path):
 
 
 # ---- refusals on resume
+
+
+def test_a_resumed_run_lets_go_of_the_checkpoint(run, monkeypatch):
+    """Or it would need twice the memory of a fresh one, for as long as it lasts."""
+    run("a")
+    loaded, alive = [], []
+
+    class State(dict):
+        pass
+
+    def load(path):
+        state = State(load_checkpoint(path))
+        loaded.append(weakref.ref(state))
+        return state
+
+    fetch = train.batch
+    monkeypatch.setattr(train, "load_checkpoint", load)
+    monkeypatch.setattr(train, "batch", lambda *args: (alive.append(loaded[0]() is not None), fetch(*args))[1])
+    run("a", max_steps=7)
+    assert alive and not any(alive)
 
 
 def test_another_architecture_is_refused_by_name(run):
