@@ -252,6 +252,27 @@ def helper(f):
 
 
 @helper
+def _channels(H: tl.constexpr, K: tl.constexpr, HP: tl.constexpr, KA: tl.constexpr, KB: tl.constexpr):
+    """Of a source (H, K): where its two tiles lie, and masks of what is there."""
+    h, a, b = tl.arange(0, HP)[:, None], tl.arange(0, KA)[None, :], KA + tl.arange(0, KB)[None, :]
+    return h * K + a, h * K + b, (h < H) & (a < K), (h < H) & (b < K)
+
+
+@helper
+def _rows(count, ia, ib, ma, mb, KEYS: tl.constexpr, VALUES: tl.constexpr, S: tl.constexpr, H: tl.constexpr, C: tl.constexpr,
+          HP: tl.constexpr, KA: tl.constexpr, KB: tl.constexpr, E: tl.constexpr, VEC: tl.constexpr):
+    """Of rows e = read * S + stream: which take keys, values from stream 1; masks (E, H) of all and of the first read's; masks
+    and places of the two tiles (E, H, K), places of (E, H)."""
+    e, h = tl.arange(0, E)[:, None], tl.arange(0, HP)[None, :]
+    live = e < count * S
+    # all tiles get one layout, or they would be exchanged through shared memory for every source
+    ea = tl.max_contiguous(e[:, :, None] * C + ia[None], [1, 1, VEC])
+    eb = tl.max_contiguous(e[:, :, None] * C + ib[None], [1, 1, max(1, VEC * KB // KA)])
+    return ((KEYS >> (e % S)) % 2 == 1, (VALUES >> (e % S)) % 2 == 1, live & (h < H), (e < S) & (h < H),
+            live[:, :, None] & ma[None], live[:, :, None] & mb[None], ea, eb, e * H + h)
+
+
+@helper
 def _load(at, ia, ib, ma, mb):
     return tl.load(at + ia, mask=ma, other=0.0).to(tl.float32), tl.load(at + ib, mask=mb, other=0.0).to(tl.float32)
 
@@ -305,17 +326,9 @@ def _forward(bank, qg, out, partial, lse, P, tokens: int, first: int, stop: int,
     lse from the first read on.
     """
     C: tl.constexpr = H * K
-    heads, a, b = tl.arange(0, HP)[:, None], tl.arange(0, KA)[None, :], KA + tl.arange(0, KB)[None, :]
-    ia, ib, ma, mb = heads * K + a, heads * K + b, (heads < H) & (a < K), (heads < H) & (b < K)
-    e, h = tl.arange(0, E)[:, None], tl.arange(0, HP)[None, :]
-    by1, of1 = (KEYS >> (e % S)) % 2 == 1, (VALUES >> (e % S)) % 2 == 1
-    live, one = (e < count * S) & (h < H), (e < S) & (h < H)
-    la, lb = (e < count * S)[:, :, None] & ma[None], (e < count * S)[:, :, None] & mb[None]
-    oa, ob = (e < S)[:, :, None] & ma[None], (e < S)[:, :, None] & mb[None]
-    # all tiles get one layout, or they would be exchanged through shared memory for every source
-    ea = tl.max_contiguous(e[:, :, None] * C + ia[None], [1, 1, VEC])
-    eb = tl.max_contiguous(e[:, :, None] * C + ib[None], [1, 1, max(1, VEC * KB // KA)])
-    eh = e * H + h
+    ia, ib, ma, mb = _channels(H, K, HP, KA, KB)
+    by1, of1, live, one, la, lb, ea, eb, eh = _rows(count, ia, ib, ma, mb, KEYS, VALUES, S, H, C, HP, KA, KB, E, VEC)
+    is_first = tl.arange(0, E)[:, None, None] < S
     qa, qb = _load(qg, ea, eb, la, lb)
     for t in range(tokens):
         p = (tl.program_id(0) * tokens + t).to(tl.int64)
@@ -338,9 +351,9 @@ def _forward(bank, qg, out, partial, lse, P, tokens: int, first: int, stop: int,
                 ya = _add(ya * keep[:, :, None], w, x0a, x1a, of1, S)
                 yb = _add(yb * keep[:, :, None], w, x0b, x1b, of1, S)
             ya, yb = ya / total[:, :, None], yb / total[:, :, None]
-            _store(out + p * S * C, ea, eb, oa, ob, ya, yb)
+            _store(out + p * S * C, ea, eb, la & is_first, lb & is_first, ya, yb)
             if E > S:
-                _store(partial + p * group * S * C, ea, eb, la & (oa == 0), lb & (ob == 0), ya, yb)
+                _store(partial + p * group * S * C, ea, eb, la & (is_first == 0), lb & (is_first == 0), ya, yb)
             tl.store(lse + p * n_read * S * H + eh, top + tl.log(total), mask=live)
 
 
@@ -349,8 +362,7 @@ def _take(cotangent, out, dout, delta, P, tokens: int, group: int, S: tl.constex
           HP: tl.constexpr, KA: tl.constexpr, KB: tl.constexpr):
     """The cotangent (P, C) of a mix goes into the buffer of its group, with D. Of out (P, S, C), dout (P, G, S, C) and
     delta (P, G, S, H) one stream."""
-    heads, a, b = tl.arange(0, HP)[:, None], tl.arange(0, KA)[None, :], KA + tl.arange(0, KB)[None, :]
-    ia, ib, ma, mb = heads * K + a, heads * K + b, (heads < H) & (a < K), (heads < H) & (b < K)
+    ia, ib, ma, mb = _channels(H, K, HP, KA, KB)
     h = tl.arange(0, HP)
     for t in range(tokens):
         p = (tl.program_id(0) * tokens + t).to(tl.int64)
@@ -382,15 +394,8 @@ def _backward(bank, qg, lse, dout, delta, dbank, dnew, dqg, P, tokens: int, firs
     gradient of qg program by program.
     """
     C: tl.constexpr = H * K
-    heads, a, b = tl.arange(0, HP)[:, None], tl.arange(0, KA)[None, :], KA + tl.arange(0, KB)[None, :]
-    ia, ib, ma, mb = heads * K + a, heads * K + b, (heads < H) & (a < K), (heads < H) & (b < K)
-    e, h = tl.arange(0, E)[:, None], tl.arange(0, HP)[None, :]
-    by1, of1 = (KEYS >> (e % S)) % 2 == 1, (VALUES >> (e % S)) % 2 == 1
-    live, one = (e < count * S) & (h < H), (e < S) & (h < H)
-    la, lb = (e < count * S)[:, :, None] & ma[None], (e < count * S)[:, :, None] & mb[None]
-    ea = tl.max_contiguous(e[:, :, None] * C + ia[None], [1, 1, VEC])
-    eb = tl.max_contiguous(e[:, :, None] * C + ib[None], [1, 1, max(1, VEC * KB // KA)])
-    eh = e * H + h
+    ia, ib, ma, mb = _channels(H, K, HP, KA, KB)
+    by1, of1, live, one, la, lb, ea, eb, eh = _rows(count, ia, ib, ma, mb, KEYS, VALUES, S, H, C, HP, KA, KB, E, VEC)
     qa, qb = _load(qg, ea, eb, la, lb)
     dqg += tl.program_id(0).to(tl.int64) * n_read * S * C
     dqa, dqb = _load(dqg, ea, eb, la, lb)

@@ -214,15 +214,15 @@ def shuffled(i, n, key):
     mask = np.uint64((1 << half) - 1)
     rounds = [np.uint64(mixed(key, r) | 1) for r in range(4)]
     x = np.asarray(i, dtype=np.uint64)
-    todo = np.ones(x.shape, dtype=bool)
-    while todo.any():
+    outside = np.ones(x.shape, dtype=bool)
+    while outside.any():
         left, right = x >> np.uint64(half), x & mask
         for k in rounds:
             h = (right + k) * np.uint64(0x9E3779B97F4A7C15)
             h = (h ^ (h >> np.uint64(29))) * np.uint64(0xBF58476D1CE4E5B9)
             left, right = right, left ^ ((h >> np.uint64(40)) & mask)
-        x = np.where(todo, (left << np.uint64(half)) | right, x)
-        todo = x >= n
+        x = np.where(outside, (left << np.uint64(half)) | right, x)
+        outside = x >= n
     return x.astype(np.int64)
 
 
