@@ -25,7 +25,8 @@ demo: venv
 	$(BIN)/python eval.py loss out/demo --tokens 65536
 	$(BIN)/python analyze.py curves out/demo
 	$(BIN)/python analyze.py routes out/demo
-	$(BIN)/python eval.py sample out/demo --prompt "def " --max_new_tokens 300 --temperature 0.6 --top_p 0.95
+	$(BIN)/python eval.py sample out/demo --prompt "    def test_" --num_samples 3 --max_new_tokens 200 \
+	  --temperature 0.5 --top_p 0.9
 	@echo
 	@echo "Made: data/demo (the corpus), out/demo/log.jsonl (the losses), out/demo/ckpt/latest.pt (the model),"
 	@echo "      out/demo/curves.png (the loss curve), out/demo/routes.png (the learned depth weights)."

@@ -402,6 +402,9 @@ def main(argv=None):
     parser.add_argument("--tokens", type=int, default=1, help="of bytes; interpreting is slow (default: 1)")
     parser.add_argument("--json", metavar="FILE")
     args, overrides = parser.parse_known_args(argv)
+    for name in ("rounds", "steps", "tokens"):
+        if getattr(args, name) < 1:
+            raise ConfigError(f"--{name} must be at least 1, not {getattr(args, name)}")
     config, model_config = load_config([args.config, *overrides])
     if args.command == "step":
         rows = bench_step(config, model_config, args.residuals.split(","), args.rounds, args.steps)

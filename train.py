@@ -100,7 +100,7 @@ class TrainConfig:
         for name in ("beta1", "beta2", "ema_decay"):
             if not 0 <= getattr(self, name) < 1:
                 raise ConfigError(f"{name} must be in [0, 1), not {getattr(self, name)}")
-        if self.learning_rate <= 0:
+        if not 0 < self.learning_rate < math.inf:
             raise ConfigError(f"learning_rate must be positive, not {self.learning_rate}")
 
 

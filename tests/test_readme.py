@@ -79,3 +79,5 @@ def test_bench(config_file, capsys, tmp_path):
     assert "1 [1, 1]" in capsys.readouterr().out
     with pytest.raises(model.ConfigError, match="residual='add' does not read by depth attention"):
         bench.main(["kernels", str(config_file), "--residual=add"])
+    with pytest.raises(model.ConfigError, match="--rounds must be at least 1, not 0"):
+        bench.main(["step", str(config_file), "--rounds=0"])
