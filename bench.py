@@ -28,7 +28,7 @@ import torch
 
 from eval import choose_device, choose_kernels
 from model import GPT, PATHWAYS, AttnRes, ConfigError
-from route_kernels import RUNGS, TritonHistory, launched, tokens_of_program
+from route_kernels import RUNGS, TritonHistory, depth_read_reference, launched, tokens_of_program
 from train import choose_dtype, load_config
 
 STATISTICS = {"median": statistics.median, "low": min, "high": max}
@@ -170,6 +170,14 @@ def per_source(op):
     return lambda values, query, gain, heads, eps, keys=None: op(values, query, gain, eps)
 
 
+def compiled_read(**options):
+    """The specification under torch.compile. It gets its sources stacked: with a list, every number of them is one more
+    compilation, and after eight torch gives up."""
+    compiled = torch.compile(depth_read_reference, dynamic=True, **options)
+    return lambda values, query, gain, heads, eps, keys=None: compiled(
+        torch.stack(values), query, gain, heads, eps, None if keys is None else torch.stack(keys))
+
+
 def contenders(device, dtype, own_keys):
     """{name: (kind of history, rung)} of what runs here."""
     found = {}
@@ -179,7 +187,7 @@ def contenders(device, dtype, own_keys):
         found[name] = RUNGS[name].history, RUNGS[name]
     if device.type == "cuda":
         rung = RUNGS["reference"]
-        found["reference compiled"] = rung.history, rung._replace(read=torch.compile(rung.read, dynamic=True))
+        found["reference, compiled"] = rung.history, rung._replace(read=compiled_read())
         if own_keys:
             try:
                 from fla.ops.attnres import fused_attnres
@@ -191,7 +199,7 @@ def contenders(device, dtype, own_keys):
             try:
                 from attnres import attnres
                 found["fast-attnres, one head"] = rung.history, rung._replace(read=per_source(
-                    lambda values, query, gain, eps: attnres(torch.stack(values), (query * gain).to(values[0].dtype), eps=eps)))
+                    lambda values, query, gain, eps: attnres(values, (query * gain).to(values[0].dtype), eps=eps)))
             except ImportError:
                 pass
     return found

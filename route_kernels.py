@@ -62,12 +62,12 @@ def depth_weights(keys, query, gain, heads, eps):
     """
     The softmax weights of one read (MHAR eq. 3).
 
-    keys   N tensors (B, T, C), the sources that are scored
+    keys   N tensors (B, T, C), or one (N, B, T, C): the sources that are scored
     query  (C,) pseudo-query of the site, gain (C,) learned gain of its key norm
     heads  H, must divide C; eps is added to the mean square of a key
     Returns (N, B, T, H), fp32 or wider, summing to 1 over N.
     """
-    k = torch.stack(tuple(keys))                                           # (N, B, T, C)
+    k = keys if torch.is_tensor(keys) else torch.stack(tuple(keys))        # (N, B, T, C)
     k = k.to(torch.promote_types(k.dtype, torch.float32))
     k = k * torch.rsqrt(k.square().mean(-1, keepdim=True) + eps) * gain
     z = (k * query).unflatten(-1, (heads, -1)).sum(-1)                     # (N, B, T, H)
@@ -78,11 +78,12 @@ def depth_read_reference(values, query, gain, heads, eps, keys=None):
     """
     One depth read (see the top of this file), written to be checked against the paper by eye.
 
-    values N tensors (B, T, C); keys the same, or None for keys = values; the rest as in `depth_weights`
+    values N tensors (B, T, C), or one; keys the same, or None for keys = values; the rest as in `depth_weights`
     Returns (B, T, C) in the dtype of the values; the arithmetic is fp32 or wider.
     """
     w = depth_weights(values if keys is None else keys, query, gain, heads, eps)
-    v = torch.stack(tuple(values)).unflatten(-1, (heads, -1))              # (N, B, T, H, K)
+    v = values if torch.is_tensor(values) else torch.stack(tuple(values))
+    v = v.unflatten(-1, (heads, -1))                                       # (N, B, T, H, K)
     return (w.unsqueeze(-1) * v).sum(0).flatten(-2).to(v.dtype)
 
 

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 
+pytest.importorskip("triton", reason="Triton exists for Linux only")
 import bench
 import route_kernels
 from helpers import assert_close, gradients, random_model, rel_rms, tiny_config, tokens

@@ -6,10 +6,13 @@ import shlex
 
 import pytest
 import torch
+from torch._dynamo.testing import CompileCounter
 
 import bench
 import model
 import train
+from helpers import tiny_config
+from route_kernels import RUNGS
 from test_train import ROOT, config_file, corpus  # noqa: F401 (fixtures)
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -62,6 +65,15 @@ def test_published_numbers_are_those_of_the_configs():
         _, model_config = train.load_config([name])
         with torch.device("meta"):
             assert f"+{model.GPT(model_config).pathway.num_params():,}" == (routing or "+0"), name
+
+
+def test_the_compiled_contender_is_compiled():
+    """For every number of sources, in a few graphs; torch would fall back to eager without a word."""
+    counter = CompileCounter()
+    reads = bench.Reads(tiny_config(residual="mhar", n_layer=8), 3, "cpu", torch.float32)
+    rung = RUNGS["reference"]._replace(read=bench.compiled_read(backend=counter))
+    reads.run(reads.history(rung.history, rung))
+    assert counter.frame_count <= 3 and reads.query.grad.abs().sum() > 0
 
 
 def test_bench(config_file, capsys, tmp_path):
