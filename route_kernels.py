@@ -18,7 +18,7 @@ Three rungs compute this function, each tested against the one before it:
     triton      kernels for GPUs, `_forward` and `_backward`. Keeps the sources and the log-sum-exp of each read.
 
 **Groups.** Queries are parameters, so what a read finds in sources that exist already can be computed before its own turn.
-lean and triton let GROUP consecutive reads share one pass over the sources that the first of them sees, the history of the
+lean and triton let up to GROUP consecutive reads share one pass over the sources that the first of them sees, the history of the
 group; each read then merges the few sources written since (AttnRes, algorithm 1). This is exact: a softmax over a union
 follows from the softmax over each part and its log-sum-exp.
 
