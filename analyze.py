@@ -15,8 +15,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from errors import ConfigError
 from eval import batch, open_checkpoint, val_windows
-from model import ConfigError
 from prepare_data import DataError, TokenBin
 
 

@@ -26,8 +26,9 @@ if __name__ == "__main__" and sys.argv[1:2] == ["bytes"]:
 
 import torch
 
+from errors import ConfigError
 from eval import choose_device, choose_kernels
-from model import GPT, PATHWAYS, AttnRes, ConfigError
+from model import GPT, PATHWAYS, AttnRes
 from route_kernels import RUNGS, TritonHistory, depth_read_reference, launched, tokens_of_program
 from train import choose_dtype, load_config
 

@@ -22,7 +22,8 @@ import numpy as np
 import torch
 
 import route_kernels
-from model import GPT, ConfigError, load_checkpoint
+from errors import ConfigError
+from model import GPT, load_checkpoint
 from prepare_data import DataError, TokenBin, decode, restore_tokenizer
 
 

@@ -36,14 +36,12 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from tqdm import tqdm
 
+from body import LOGITS_AT_ONCE
+from errors import ConfigError, RunError, nearest
 from eval import batch, choose_device, choose_kernels, val_windows, window_losses
-from model import GPT, LOGITS_AT_ONCE, ConfigError, ModelConfig, load_checkpoint, nearest
+from model import GPT, ModelConfig, load_checkpoint
 from prepare_data import DataError, TokenBin
 from route_kernels import RUNGS
-
-
-class RunError(RuntimeError):
-    """The run cannot go on. The message is one line."""
 
 
 @dataclass

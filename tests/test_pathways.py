@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch._dynamo.testing import CompileCounter
 
 import literal
-import model as model_file
+import body
 from helpers import assert_close, gradients, random_model, rel_rms, tiny_config, tokens
 from model import GPT, PATHWAYS, Attention, ConfigError, Context, ModelConfig, token_losses
 from route_kernels import RUNGS
@@ -515,7 +515,7 @@ def test_loss_in_pieces(loss_case, rows, monkeypatch):
 
     made, linear = [], F.linear
     monkeypatch.setattr(F, "linear", lambda *args: (made.append(len(args[0])), linear(*args))[1])
-    monkeypatch.setattr(model_file, "LOGITS_AT_ONCE", rows * 61 + 60)
+    monkeypatch.setattr(body, "LOGITS_AT_ONCE", rows * 61 + 60)
     losses = token_losses(h, weight, targets)
     grads = torch.autograd.grad(losses, (h, weight), cotangent)
     assert max(made) == min(rows, 24)                              # rows of logits in one piece
@@ -527,7 +527,7 @@ def test_loss_in_pieces(loss_case, rows, monkeypatch):
 @pytest.mark.parametrize("rows", [7, 1000])
 def test_z_loss_is_in_the_gradient_only(loss_case, rows, monkeypatch):
     h, weight, targets = loss_case
-    monkeypatch.setattr(model_file, "LOGITS_AT_ONCE", rows * 61)
+    monkeypatch.setattr(body, "LOGITS_AT_ONCE", rows * 61)
     plain, scored = token_losses(h, weight, targets), targets >= 0
     z = (h @ weight.T).logsumexp(-1)[scored].square()
     losses = token_losses(h, weight, targets, z_loss=0.1)

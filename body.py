@@ -1,0 +1,165 @@
+"""
+What a sublayer is made of, whatever the pathway: Qwen3's attention and FFN (and, with qk_norm=False, tie_embeddings=False
+and rope_scaling, Llama's), and the loss over the vocabulary. Nothing here knows about depth.
+
+A sublayer is a module f(x, ctx) with x (B, T, C): its own pre-norm, then the branch. It counts its FLOPs and what it keeps
+for backward. Letters: B batch, T time, C width, D head_dim, V vocabulary.
+"""
+
+from typing import NamedTuple
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint
+
+
+class Linear(nn.Linear):
+    """Without bias; computes in the dtype of its input, so that fp32 master weights can serve bf16 activations."""
+
+    def __init__(self, n_in, n_out):
+        super().__init__(n_in, n_out, bias=False)
+
+    def forward(self, x):
+        return F.linear(x, self.weight.to(x.dtype))
+
+
+class RMSNorm(nn.Module):
+    def __init__(self, dim, eps):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(dim))
+        self.eps = eps
+
+    def forward(self, x):
+        return F.rms_norm(x, self.weight.shape, self.weight.to(x.dtype), self.eps)
+
+
+class Context(NamedTuple):
+    """What attention needs beside its input."""
+    cos: torch.Tensor                     # (T, D) rotary tables of the positions at hand
+    sin: torch.Tensor                     # (T, D)
+    cache: "KVCache | None" = None        # when sampling
+
+
+class KVCache:
+    """Keys and values of the tokens read so far, per attention sublayer."""
+
+    def __init__(self):
+        self.length = 0                   # tokens read by the whole model
+        self.kv = {}                      # attention sublayer -> (k, v), each (B, n_kv_head, length, D)
+
+    def extend(self, sublayer, k, v):
+        if sublayer in self.kv:
+            k, v = (torch.cat(pair, dim=2) for pair in zip(self.kv[sublayer], (k, v)))
+        self.kv[sublayer] = k, v
+        return k, v
+
+
+def rope_tables(config):
+    """cos and sin, each (seq_len, D), fp32. The two halves of a head rotate together (as in Qwen3 and Llama)."""
+    inv_freq = 1.0 / config.rope_theta ** (torch.arange(0, config.head_dim, 2).float() / config.head_dim)
+    if config.rope_scaling is not None:                                        # Llama 3: slow frequencies are stretched
+        s = config.rope_scaling
+        turns = s["original_max_position_embeddings"] / (2 * torch.pi / inv_freq)            # over the old context
+        smooth = (turns - s["low_freq_factor"]) / (s["high_freq_factor"] - s["low_freq_factor"])
+        smooth = smooth.clamp(0, 1)
+        inv_freq = (1 - smooth) * inv_freq / s["factor"] + smooth * inv_freq
+    angle = torch.outer(torch.arange(config.seq_len).float(), inv_freq)        # (T, D/2)
+    angle = torch.cat((angle, angle), dim=-1)
+    return angle.cos(), angle.sin()
+
+
+def rotate(x, cos, sin):
+    """Rotary embedding of x (..., T, D)."""
+    a, b = x.chunk(2, dim=-1)
+    return x * cos.to(x.dtype) + torch.cat((-b, a), dim=-1) * sin.to(x.dtype)
+
+
+class Attention(nn.Module):
+    """Pre-norm causal self-attention: grouped queries, per-head query and key norm, rotary positions."""
+
+    def __init__(self, config):
+        super().__init__()
+        c = config
+        self.head_dim = c.head_dim
+        self.norm = RMSNorm(c.d_model, c.norm_eps)
+        self.q_proj = Linear(c.d_model, c.n_head * c.head_dim)
+        self.k_proj = Linear(c.d_model, c.n_kv_head * c.head_dim)
+        self.v_proj = Linear(c.d_model, c.n_kv_head * c.head_dim)
+        self.o_proj = Linear(c.n_head * c.head_dim, c.d_model)
+        self.q_norm = RMSNorm(c.head_dim, c.norm_eps) if c.qk_norm else nn.Identity()
+        self.k_norm = RMSNorm(c.head_dim, c.norm_eps) if c.qk_norm else nn.Identity()
+        self.dropout = nn.Dropout(c.dropout)
+
+    def forward(self, x, ctx):                                                 # x (B, T, C)
+        x = self.norm(x)
+        q, k, v = (proj(x).unflatten(-1, (-1, self.head_dim)) for proj in (self.q_proj, self.k_proj, self.v_proj))
+        q, k, v = self.q_norm(q).transpose(1, 2), self.k_norm(k).transpose(1, 2), v.transpose(1, 2)
+        q, k = rotate(q, ctx.cos, ctx.sin), rotate(k, ctx.cos, ctx.sin)        # (B, heads, T, D)
+        if ctx.cache is not None:
+            k, v = ctx.cache.extend(self, k, v)
+        T, S = q.shape[2], k.shape[2]                                          # S - T tokens come from the cache
+        mask = None if T in (1, S) else torch.ones(T, S, dtype=torch.bool, device=x.device).tril(S - T)
+        y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=T == S, enable_gqa=q.shape[1] != k.shape[1])
+        return self.dropout(self.o_proj(y.transpose(1, 2).flatten(2)))
+
+    def flops_per_token(self, seq_len):
+        """Forward multiply-adds times two; attention over the whole context, as in PaLM (no discount for causality)."""
+        matmuls = sum(2 * p.numel() for name, p in self.named_parameters() if name.endswith("proj.weight"))
+        return matmuls + 4 * seq_len * self.o_proj.in_features
+
+    def saved_per_token(self):
+        """Elements kept for backward by fused kernels: normed input; queries, keys, values before and after their norm;
+        the output of attention."""
+        return self.q_proj.in_features + 3 * self.q_proj.out_features + 3 * self.k_proj.out_features
+
+
+class FFN(nn.Module):
+    """Pre-norm SwiGLU."""
+
+    def __init__(self, config):
+        super().__init__()
+        self.norm = RMSNorm(config.d_model, config.norm_eps)
+        self.gate_proj = Linear(config.d_model, config.d_ff)
+        self.up_proj = Linear(config.d_model, config.d_ff)
+        self.down_proj = Linear(config.d_ff, config.d_model)
+        self.dropout = nn.Dropout(config.dropout)
+
+    def forward(self, x, ctx):                                                 # x (B, T, C)
+        x = self.norm(x)
+        return self.dropout(self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x)))
+
+    def flops_per_token(self, seq_len):
+        return sum(2 * p.numel() for name, p in self.named_parameters() if name.endswith("proj.weight"))
+
+    def saved_per_token(self):
+        """Elements kept for backward: normed input; gate, its SiLU, up and their product."""
+        return self.gate_proj.in_features + 4 * self.gate_proj.out_features
+
+
+LOGITS_AT_ONCE = 2 ** 28                  # at most 1 GiB of fp32 logits live at a time
+
+
+def token_losses(h, weight, targets, z_loss=0.0):
+    """
+    Cross entropy of each token, in nats, fp32 or wider.
+
+    h (n, C), weight (V, C), targets (n,), -100 = not scored (loss 0) -> (n,). Logits are made for some rows at a time and
+    made again in backward, so those of a whole batch never exist. `z_loss` > 0 adds the *gradient* of
+    z_loss * logsumexp(logits)^2 (PaLM, section 5); the value returned stays the cross entropy.
+    """
+    weight = weight.to(h.dtype)
+
+    def losses(h, targets):
+        logits = F.linear(h, weight)
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        loss = F.cross_entropy(logits, targets, reduction="none")
+        if z_loss:
+            z = z_loss * logits.logsumexp(-1).square() * (targets >= 0)
+            loss = loss + (z - z.detach())
+        return loss
+
+    rows = max(1, LOGITS_AT_ONCE // weight.shape[0])
+    if len(h) <= rows:
+        return losses(h, targets)
+    return torch.cat([checkpoint(losses, *part, use_reentrant=False) for part in zip(h.split(rows), targets.split(rows))])
