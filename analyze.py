@@ -104,8 +104,8 @@ def routes(checkpoint, out, tokens):
         ax.set(title=panel[0], xlabel="source (0 = embedding)")
     for ax in list(axes.flat)[len(panels):]:
         ax.axis("off")
-    labels = [f"{site} {'A' if site % 2 == 0 else 'F'}" for site in range(len(mean) - 1)] + ["readout"]
-    axes[0, 0].set_yticks(range(len(labels)), labels, fontsize=6)
+    labels = [f"{site} {'A' if site % 2 == 0 else 'F'}" for site in range(model.pathway.n_site)] + ["readout"]
+    axes[0, 0].set_yticks(range(len(mean)), labels[:len(mean)], fontsize=6)
     axes[0, 0].set_ylabel("site (A attention, F FFN)")
     figure.colorbar(image, ax=axes, label="depth weight, mean over tokens")
     figure.suptitle(f"{checkpoint}, step {state['step']}: {model.config.residual}, {len(windows) * T:,} tokens of {data.path}")

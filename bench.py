@@ -28,8 +28,8 @@ import torch
 
 from errors import ConfigError
 from eval import choose_device, choose_kernels
-from model import GPT, PATHWAYS, AttnRes
-from route_kernels import RUNGS, TritonHistory, depth_read_reference, launched, tokens_of_program
+from model import GPT, AttnRes
+from route_kernels import RUNGS, TritonHistory, choose, depth_read_reference, launched, tokens_of_program
 from train import choose_dtype, load_config
 
 STATISTICS = {"median": statistics.median, "low": min, "high": max}
@@ -62,7 +62,7 @@ class Step:
         device = choose_device(config.device)
         self.device = torch.device(device)
         dtype = choose_dtype(config.dtype, device, device == "cuda" and torch.cuda.is_bf16_supported(False))
-        self.model = GPT(model_config, config.init_seed, choose_kernels(config.kernels, device, dtype))
+        self.model = GPT(model_config, config.init_seed, choose_kernels(config.kernels, device, dtype, model_config))
         self.model.to(self.device, getattr(torch, config.param_dtype))
         self.model.compute_dtype = dtype
         self.model.checkpoint = config.checkpoint == "sublayer"
@@ -139,9 +139,10 @@ class Reads:
     """All depth reads of a model of `model_config` on `tokens` random tokens, forward and backward."""
 
     def __init__(self, model_config, tokens, device, dtype):
-        pathway = PATHWAYS[model_config.residual]
-        if not issubclass(pathway, AttnRes):
-            raise ConfigError(f"residual={model_config.residual!r} does not read by depth attention: try --residual=mhar")
+        pathway = model_config.pathway_class
+        if not (issubclass(pathway, AttnRes) and pathway.reads_out):
+            raise ConfigError(f"residual={model_config.residual!r} has no depth attention in place of the residual: try "
+                              "--residual=mhar")
         self.streams, R, C = len(pathway.key_stream), 2 * model_config.n_layer + 1, model_config.d_model
         self.arguments = (model_config.route_heads, model_config.norm_eps, pathway.key_stream, pathway.value_stream,
                           model_config.sites_per_block)
@@ -182,7 +183,7 @@ def compiled_read(**options):
 def contenders(device, dtype, own_keys):
     """{name: (kind of history, rung)} of what runs here."""
     found = {}
-    if choose_kernels("auto", device, dtype) == "triton":
+    if choose("auto", device.type, dtype) == "triton":
         found["triton"] = TritonHistory, RUNGS["triton"]
     for name in ("lean", "reference"):
         found[name] = RUNGS[name].history, RUNGS[name]

@@ -23,7 +23,7 @@ import torch
 
 import route_kernels
 from errors import ConfigError
-from model import GPT, load_checkpoint
+from model import GPT, ModelConfig, load_checkpoint
 from prepare_data import DataError, TokenBin, decode, restore_tokenizer
 
 
@@ -41,12 +41,16 @@ def choose_device(name):
     return name
 
 
-def choose_kernels(name, device, dtype):
-    """The rung of route_kernels for a device ("cuda:0", say) and dtype of activations; "auto" is the fastest that runs."""
+def choose_kernels(name, device, dtype, config):
+    """
+    The rung of route_kernels for a device ("cuda:0", say), dtype of activations and ModelConfig; "auto" is the fastest that
+    runs there and knows the pathway.
+    """
     try:
-        return route_kernels.choose(name, str(device).partition(":")[0], dtype)
+        chosen = route_kernels.choose(name, str(device).partition(":")[0], dtype)
     except ValueError as e:
         raise ConfigError(str(e)) from None
+    return "lean" if name == "auto" and chosen not in config.pathway_class.rungs(config) else chosen
 
 
 def val_windows(data, seq_len, eval_tokens):
@@ -123,7 +127,7 @@ def open_checkpoint(path, weights, device):
     missing = {"step", "tokenizer"} - state.keys()
     if missing:
         raise ConfigError(f"{path} is no checkpoint of train.py: it lacks {' and '.join(sorted(missing))}")
-    model = GPT.from_checkpoint(state, weights, choose_kernels("auto", device, torch.float32)).to(device)
+    model = GPT.from_checkpoint(state, weights, choose_kernels("auto", device, torch.float32, ModelConfig.of_checkpoint(state))).to(device)
     meta = state["tokenizer"]
     tokenizer = restore_tokenizer(meta, bytes(meta["file"].numpy()) if meta["file"] is not None else None)
     return model, tokenizer, {key: state[key] for key in ("config", "step")}

@@ -57,13 +57,17 @@ class ModelConfig:
     route_heads: int | None = None        # H of mhar (None = n_kv_head, as the MHAR paper sets it) and dar (None = 1)
     sites_per_block: int | None = None    # sites summed into one source; None = the pathway's full form (1; dar: 2)
     query_init_std: float = 0.0           # pseudo-queries; 0.02 reproduces the MHAR tables that used random ones
+    delta_entries: str = "changes"        # of delta: what its sources are, "changes" or "recursive"
+    delta_gate: bool = False              # of delta: a gate and a null source for each site, to convert a trained model
+    n_stream: int = 4                     # n of hc_static, hc and mhc
+    mhc_readout: str = "sum"              # of mhc: "sum" of the streams, or a "learned" mix
 
     def __post_init__(self):
         def need(ok, message):
             if not ok:
                 raise ConfigError(message)
 
-        for name in ("vocab_size", "seq_len", "n_layer", "n_head", "n_kv_head", "d_model", "d_ff"):
+        for name in ("vocab_size", "seq_len", "n_layer", "n_head", "n_kv_head", "d_model", "d_ff", "n_stream"):
             value = getattr(self, name)
             need(type(value) is int and value >= 1, f"{name} must be a whole number, at least 1, not {value!r}")
         need(self.n_head % self.n_kv_head == 0,
@@ -87,7 +91,10 @@ class ModelConfig:
 
         need(self.residual in PATHWAYS, f"unknown residual={self.residual!r}{nearest(self.residual, PATHWAYS)}; "
                                         f"known: {', '.join(PATHWAYS)}")
-        pathway = PATHWAYS[self.residual]
+        for name, known in (("delta_entries", ("changes", "recursive")), ("mhc_readout", ("sum", "learned"))):
+            value = getattr(self, name)
+            need(value in known, f"unknown {name}={value!r}{nearest(value, known)}; known: {', '.join(known)}")
+        pathway = self.pathway_class
         if self.route_heads is None or not pathway.multi_head:
             self.route_heads = pathway.default_heads(self)
         need(self.route_heads >= 1 and self.d_model % self.route_heads == 0,
@@ -97,6 +104,15 @@ class ModelConfig:
         need(self.sites_per_block >= pathway.min_sites_per_block,
              f"residual={self.residual!r} needs sites_per_block >= {pathway.min_sites_per_block}, "
              f"not {self.sites_per_block}{pathway.why_min_sites}")
+
+    @property
+    def pathway_class(self):
+        return PATHWAYS[self.residual]
+
+    @classmethod
+    def of_checkpoint(cls, state):
+        """The config of the model in a checkpoint's dict."""
+        return cls(**{f.name: state["config"][f.name] for f in fields(cls) if f.name in state["config"]})
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -120,6 +136,11 @@ class Pathway(nn.Module):
     @staticmethod
     def default_heads(config):
         return 1
+
+    @staticmethod
+    def rungs(config):
+        """Names of the route_kernels.RUNGS that can serve it."""
+        return tuple(route_kernels.RUNGS)
 
     def __init__(self, config):
         super().__init__()
@@ -183,10 +204,11 @@ class AttnRes(Pathway):
     Queries start at zero, gains at one: each read starts as the plain mean of its sources.
     """
     key_stream = value_stream = (0,)      # of a read, for each stream that is read
+    reads_out = True                      # is the readout a read of its own?
 
     def __init__(self, config):
         super().__init__(config)
-        rows = self.n_site + 1
+        rows = self.n_site + self.reads_out
         self.query = nn.Parameter(torch.zeros(rows, config.d_model))
         self.gain = nn.Parameter(torch.ones(rows, config.d_model))
 
@@ -243,7 +265,7 @@ class AttnRes(Pathway):
 
     def flops_per_token(self):
         # per source and channel: mean square, logit and mix, each one multiply-add
-        return sum(6 * self.gain.shape[-1] * len(self.sources(site)) for site in range(1, self.n_site + 1))
+        return sum(6 * self.gain.shape[-1] * len(self.sources(site)) for site in range(1, len(self.gain)))
 
 
 class MHAR(AttnRes):
@@ -256,6 +278,81 @@ class MHAR(AttnRes):
     @staticmethod
     def default_heads(config):
         return config.n_kv_head                                    # the setting of the paper's section 3.1
+
+
+class Delta(AttnRes):
+    """
+    Delta Attention Residuals (arXiv 2605.18855): the plain residual, and each site reads beside it what earlier blocks
+    changed,
+
+        h <- h + y                                     y = f(h + g a),  a = depth attention over the sources of the site
+
+    The sources are the embedding and the *changes*, the summed outputs of each closed depth block; with one site a block,
+    each output. The open block is no source, site 0 reads h alone, and the readout is h. Several heads are MHAR's
+    (its section 3.3), g = 1 unless `delta_gate`. Queries start at zero, gains at one.
+
+    delta_entries="recursive" does as the released code of both papers: an entry is h minus the previous *entry*, which
+    gives E, D1, E + D2, D1 + D3, ... for changes D_k and embedding E, and it joins one site later, after the first read of
+    the next block. The papers' texts describe true changes.
+
+    delta_gate adds for each site a scalar gate g and a null source of its own, both starting at zero (MHAR's conversion of
+    trained models): the model starts as the one without this pathway, bit for bit in fp32. Site 0 reads its null source.
+    """
+    multi_head = True
+    reads_out = False
+
+    @staticmethod
+    def rungs(config):
+        plain = config.sites_per_block == 1 and config.delta_entries == "changes" and not config.delta_gate
+        return ("reference", "lean", "triton") if plain else ("reference", "lean")
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.recursive = config.delta_entries == "recursive"
+        rows, C = self.gain.shape
+        self.gate = nn.Parameter(torch.zeros(rows, 1)) if config.delta_gate else None      # FSDP refuses 0-dim parameters
+        self.null = nn.Parameter(torch.zeros(rows, C)) if config.delta_gate else None
+
+    def init_weights(self, generator):
+        super().init_weights(generator)
+        for p in [] if self.gate is None else (self.gate, self.null):
+            nn.init.zeros_(p)
+
+    def start(self, x):
+        history, block = super().start(x)
+        return *history.read(0), history, block                    # h, the sources, the sum of the open block
+
+    def read(self, state, site):
+        h, history, _ = state
+        null = None if self.gate is None else (self.null[site].to(h.dtype).expand_as(h),)
+        if site == 0:                                              # it has one source, or none
+            if self.recorder is not None:
+                self.recorder.append(history.weights(site))
+            return h if null is None else h + self.gate[site].to(h.dtype) * null[0], None
+        (a,) = self.mixes((history, null), site)
+        return h + (a if null is None else self.gate[site].to(h.dtype) * a), None
+
+    def write(self, state, y, site, carry):
+        h, history, block = state
+        if not self.recursive:
+            history, block = super().write((history, block), y, site, carry)
+        elif self.closes_block(site - 1):
+            history.append((h - history.closed[-1][0],))
+        return h + y, history, block
+
+    def closes_block(self, site):
+        return super().closes_block(site) and 0 <= site < self.n_site - 1                  # nobody reads the last block
+
+    def readout(self, state):
+        return state[0]
+
+    def sources(self, site):
+        if site == self.n_site:
+            return ["running sum"]
+        if site == 0:
+            return ["embedding" if self.gate is None else "null"]
+        closed = [name for name in super().sources(site - self.recursive) if not name.startswith("open")]
+        return closed + ["null"] * (self.gate is not None)
 
 
 class DAR(AttnRes):
@@ -337,8 +434,195 @@ class DARFixed(DAR):
     key_stream, value_stream = (0, 0), (1, 1)
 
 
-PATHWAYS = {"add": Add, "attnres": AttnRes, "mhar": MHAR,
-            "dar": DAR, "dar_selfkv": DARSelfKV, "dar_crossv": DARCrossV, "dar_fixed": DARFixed}
+class MultiStream(Pathway):
+    """
+    What hyper-connections have in common: n streams x_1 .. x_n, all starting as the embedding, held as one tensor
+    (B, T, n, C). A site reads one mix of them and writes to all:
+
+        h    = sum_j pre_j x_j                         what the sublayer sees
+        x_i <- sum_j res_ij x_j + post_i f(h)
+
+    The subclasses say where pre (n), post (n) and res (n, n) come from: `maps`. They and the mixing are fp32 or wider.
+    """
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.n, self.d_model = config.n_stream, config.d_model
+
+    def start(self, x):
+        return x.unsqueeze(-2).expand(*x.shape[:-1], self.n, x.shape[-1])
+
+    def maps(self, streams, site):
+        """-> pre (.., n), post (.., n), res (.., n, n) for streams (B, T, n, C); the leading axes are (B, T) or none."""
+        raise NotImplementedError
+
+    def read(self, streams, site):
+        wide = streams.to(torch.promote_types(streams.dtype, torch.float32))
+        pre, post, res = self.maps(wide, site)
+        mixed = torch.cat((pre.unsqueeze(-2), res), dim=-2) @ wide                         # (B, T, 1 + n, C)
+        return mixed[..., 0, :].to(streams.dtype), (mixed[..., 1:, :], post)
+
+    def write(self, streams, y, site, carry):
+        mixed, post = carry
+        return (mixed + post.unsqueeze(-1) * y.unsqueeze(-2)).to(y.dtype)
+
+    def readout(self, streams):
+        return streams.sum(-2)
+
+    def sources(self, site):
+        return [f"stream {i}" for i in range(self.n)]
+
+    def saved_per_site(self):
+        return 1 + 2 * self.n + self.n                             # h; fp32 streams; y for post, streams for their norm
+
+    def flops_per_token(self):
+        n, C = self.n, self.d_model                                # the mix and the write; per weight, one multiply-add
+        weights = sum(p.numel() * (n if p.shape[-1] == C else 1) for name, p in self.named_parameters() if "weight" in name)
+        return self.n_site * 2 * n * C * (n + 2) + 2 * weights
+
+
+class HCStatic(MultiStream):
+    """
+    The MHAR paper's "hyper-connections" (the control of its Table 1), a simplified static form: pre = softmax(alpha), res
+    and post are parameters, and the readout is the mean of the streams. alpha starts at N(0, 0.02), res at I + N(0, 0.02),
+    post at (1, 0, .. 0) + N(0, 0.02). Not the HC paper's: that is `hc`.
+    """
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.alpha = nn.Parameter(torch.zeros(self.n_site, self.n))
+        self.res = nn.Parameter(torch.zeros(self.n_site, self.n, self.n))
+        self.post = nn.Parameter(torch.zeros(self.n_site, self.n))
+
+    def init_weights(self, generator):
+        for p in (self.alpha, self.res, self.post):
+            nn.init.normal_(p, std=0.02, generator=generator)
+        self.res += torch.eye(self.n)
+        self.post[:, 0] += 1
+
+    def maps(self, streams, site):
+        return self.alpha[site].to(streams.dtype).softmax(-1), self.post[site].to(streams.dtype), self.res[site].to(streams.dtype)
+
+    def readout(self, streams):
+        return streams.mean(-2)
+
+
+class HC(MultiStream):
+    """
+    Dynamic hyper-connections (arXiv 2409.19606, eqs. 10-13). With X = gain * Norm(stream), for each stream by itself,
+
+        pre  = A_m + s_a tanh(X W_m)          post = B + s_b tanh(X W_b)          res = (A_r + s_a tanh(X W_r))^T
+
+    All W start at zero, s_a and s_b at 0.01, B at one, A_r at I and A_m of site k at one for stream k mod n, else zero
+    (eq. 14): the model starts as the plain residual, its final state n times as large, which the final norm undoes. A_m, B
+    and A_r do not decay (section 4). Norm is RMSNorm (the paper's pseudocode has LayerNorm), and the paper's rescaling of
+    output weights by sqrt(n) is left out, so that every pathway starts with the same body.
+    """
+
+    def __init__(self, config):
+        super().__init__(config)
+        n, C = self.n, config.d_model
+        self.gain = nn.Parameter(torch.ones(self.n_site, C))
+        self.weight = nn.Parameter(torch.zeros(self.n_site, n + 2, C))                     # rows: W_m, W_r (n), W_b
+        self.scale = nn.Parameter(torch.zeros(self.n_site, 2))                             # s_a, s_b
+        self.static_pre = nn.Parameter(torch.zeros(self.n_site, n))                        # A_m
+        self.static_res = nn.Parameter(torch.zeros(self.n_site, n, n))                     # A_r, [from, to]
+        self.static_post = nn.Parameter(torch.zeros(self.n_site, n))                       # B
+
+    def init_weights(self, generator):
+        nn.init.ones_(self.gain)
+        nn.init.zeros_(self.weight)
+        nn.init.constant_(self.scale, 0.01)
+        nn.init.ones_(self.static_post)
+        self.static_res.copy_(torch.eye(self.n))
+        self.static_pre.copy_(torch.eye(self.n)[torch.arange(self.n_site) % self.n])
+
+    def param_groups(self):
+        static = [p for name, p in self.named_parameters() if name.startswith("static")]
+        dynamic = [p for name, p in self.named_parameters() if not name.startswith("static")]
+        return [{"name": "pathway", "params": dynamic}, {"name": "pathway_static", "params": static, "weight_decay": 0.0}]
+
+    def maps(self, streams, site):
+        gain, weight, scale, pre, res, post = (p[site].to(streams.dtype) for p in (
+            self.gain, self.weight, self.scale, self.static_pre, self.static_res, self.static_post))
+        x = F.rms_norm(streams, gain.shape, gain, self.norm_eps)
+        from_m, from_r, from_b = F.linear(x, weight).tanh().split((1, self.n, 1), dim=-1)  # (B, T, n, ..)
+        return (pre + scale[0] * from_m.squeeze(-1), post + scale[1] * from_b.squeeze(-1), (res + scale[0] * from_r).mT)
+
+
+class MHC(MultiStream):
+    """
+    Manifold-constrained hyper-connections (arXiv 2512.24880, eqs. 7-9). With x' the RMSNorm of all streams as one vector of
+    n C channels (one statistic, no weight),
+
+        pre = sigmoid(a_1 P_1 x' + b_1)     post = 2 sigmoid(a_2 P_2 x' + b_2)     res = Sinkhorn(a_3 P_3 x' + b_3)
+
+    and Sinkhorn (exp, then 20 times columns and rows divided by their sums) makes res doubly stochastic. The three a start
+    at 0.01. Initial P and b and the readout are not stated; ours: P and b_2 zero (post = 1); b_3 = 6 I (a stream keeps 99 %
+    of itself); b_1 of site k is 3 for stream k mod n and -3 for the others, as in HC, because streams with equal b_1
+    would stay equal for ever; b does not decay, as in HC. So the model starts as the plain residual, given a negligible norm_eps.
+
+    mhc_readout="sum" adds the streams up (HC); "learned" weighs them by sigmoid(a P x' + b), P and b zero (DeepSeek-V4).
+    """
+    b_pre, b_res = 3.0, 6.0
+
+    def __init__(self, config):
+        super().__init__(config)
+        n, C = self.n, config.d_model
+        self.sizes = n, n, n * n                                                           # pre, post, res row by row
+        self.weight = nn.Parameter(torch.zeros(self.n_site, sum(self.sizes), n * C))       # P
+        self.bias = nn.Parameter(torch.zeros(self.n_site, sum(self.sizes)))                # b
+        self.scale = nn.Parameter(torch.zeros(self.n_site, 3))                             # a
+        self.learned = config.mhc_readout == "learned"
+        if self.learned:
+            self.readout_weight = nn.Parameter(torch.zeros(n, n * C))
+            self.readout_bias = nn.Parameter(torch.zeros(n))
+            self.readout_scale = nn.Parameter(torch.zeros(1))
+
+    def init_weights(self, generator):
+        for p in self.parameters():
+            nn.init.zeros_(p)
+        nn.init.constant_(self.scale, 0.01)
+        pre, _, res = self.bias.split(self.sizes, dim=-1)
+        pre.copy_(self.b_pre * (2 * torch.eye(self.n)[torch.arange(self.n_site) % self.n] - 1))
+        res.copy_(self.b_res * torch.eye(self.n).flatten())
+        if self.learned:
+            nn.init.constant_(self.readout_scale, 0.01)
+
+    def param_groups(self):
+        static = [p for name, p in self.named_parameters() if name.endswith("bias")]
+        dynamic = [p for name, p in self.named_parameters() if not name.endswith("bias")]
+        return [{"name": "pathway", "params": dynamic}, {"name": "pathway_static", "params": static, "weight_decay": 0.0}]
+
+    def normed(self, streams):
+        return F.rms_norm(x := streams.flatten(-2), x.shape[-1:], eps=self.norm_eps)       # (B, T, n C)
+
+    def maps(self, streams, site):
+        weight, bias, scale = (p[site].to(streams.dtype) for p in (self.weight, self.bias, self.scale))
+        raw = F.linear(self.normed(streams), weight).split(self.sizes, dim=-1)
+        pre, post, res = (a * r + b for a, r, b in zip(scale, raw, bias.split(self.sizes)))
+        return pre.sigmoid(), 2 * post.sigmoid(), sinkhorn(res.unflatten(-1, (self.n, self.n)))
+
+    def readout(self, streams):
+        if not self.learned:
+            return super().readout(streams)
+        wide = streams.to(torch.promote_types(streams.dtype, torch.float32))
+        weight, bias, scale = (p.to(wide.dtype) for p in (self.readout_weight, self.readout_bias, self.readout_scale))
+        pre = (scale * F.linear(self.normed(wide), weight) + bias).sigmoid()
+        return (pre.unsqueeze(-1) * wide).sum(-2).to(streams.dtype)
+
+
+def sinkhorn(logits, iterations=20):
+    """(.., n, n) -> a doubly stochastic matrix (mHC eqs. 8-9): exp, then columns and rows in turn divided by their sums."""
+    for _ in range(iterations):
+        logits = logits - logits.logsumexp(-2, keepdim=True)
+        logits = logits - logits.logsumexp(-1, keepdim=True)
+    return logits.exp()
+
+
+PATHWAYS = {"add": Add, "attnres": AttnRes, "mhar": MHAR, "delta": Delta,
+            "dar": DAR, "dar_selfkv": DARSelfKV, "dar_crossv": DARCrossV, "dar_fixed": DARFixed,
+            "hc_static": HCStatic, "hc": HC, "mhc": MHC}
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -359,7 +643,7 @@ class GPT(nn.Module):
         self.embed = nn.Embedding(config.vocab_size, config.d_model)
         self.dropout = nn.Dropout(config.dropout)
         self.sublayers = nn.ModuleList(cls(config) for _ in range(config.n_layer) for cls in (Attention, FFN))
-        self.pathway = PATHWAYS[config.residual](config)
+        self.pathway = config.pathway_class(config)
         self.norm = RMSNorm(config.d_model, config.norm_eps)
         self.lm_head = Linear(config.d_model, config.vocab_size)
         if config.tie_embeddings:
@@ -370,6 +654,8 @@ class GPT(nn.Module):
         if kernels not in route_kernels.RUNGS:
             raise ConfigError(f"unknown kernels={kernels!r}{nearest(kernels, route_kernels.RUNGS)}; "
                               f"known: {', '.join(route_kernels.RUNGS)}")
+        if kernels not in self.pathway.rungs(config):
+            raise ConfigError(f"kernels={kernels}: this form of residual={config.residual!r} has no such kernels; use --kernels=lean")
         self.kernels = kernels
         self.pathway.rung = route_kernels.RUNGS[kernels]
         self.compute_dtype = None
@@ -425,8 +711,8 @@ class GPT(nn.Module):
     @torch.no_grad()
     def depth_weights(self, idx):
         """
-        The weights of every read of idx (B, T): a list of (streams, N, B, T, H), one entry a site, the last the readout;
-        summing to 1 over N. Empty for a pathway that does not attend over depth. Without dropout.
+        The weights of every read of idx (B, T): a list of (streams, N, B, T, H), one entry a site and one for the readout
+        (which delta has not), summing to 1 over N. Empty for a pathway that does not attend over depth. Without dropout.
         """
         self.pathway.recorder = found = []
         was_training, rung = self.training, self.pathway.rung
@@ -541,9 +827,8 @@ class GPT(nn.Module):
         state = path if isinstance(path, dict) else load_checkpoint(path)
         if weights not in state:
             raise ConfigError(f"the checkpoint has no {weights!r} weights; it has {', '.join(state)}")
-        known = {f.name for f in fields(ModelConfig)}
         with torch.device("meta"):
-            model = cls(ModelConfig(**{k: v for k, v in state["config"].items() if k in known}), kernels=kernels)
+            model = cls(ModelConfig.of_checkpoint(state), kernels=kernels)
         model.load_weights(state[weights])
         return model.eval()
 

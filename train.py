@@ -525,7 +525,7 @@ def run(config, model_config, flat, processes, argv):
             stale.unlink()
 
     # ---- model, optimizer, state
-    model = GPT(model_config, config.init_seed, choose_kernels(config.kernels, device, dtype))
+    model = GPT(model_config, config.init_seed, choose_kernels(config.kernels, device, dtype, model_config))
     model.to(device=device, dtype=getattr(torch, config.param_dtype))
     model.compute_dtype, model.checkpoint = dtype, config.checkpoint == "sublayer"
     groups = model.param_groups()

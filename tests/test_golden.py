@@ -23,7 +23,10 @@ from model import PATHWAYS
 FILE = Path(__file__).with_name("golden_losses.json")
 CASES = {name: {"residual": name} for name in PATHWAYS} | {
     "attnres_block": {"residual": "attnres", "sites_per_block": 4}, "mhar_block": {"residual": "mhar", "sites_per_block": 3},
-    "dar_block": {"residual": "dar", "sites_per_block": 4}, "dar_multi_head": {"residual": "dar", "route_heads": 2}}
+    "dar_block": {"residual": "dar", "sites_per_block": 4}, "dar_multi_head": {"residual": "dar", "route_heads": 2},
+    "delta_block": {"residual": "delta", "sites_per_block": 2, "delta_gate": True},
+    "delta_recursive": {"residual": "delta", "sites_per_block": 2, "delta_entries": "recursive", "route_heads": 2},
+    "mhc_learned": {"residual": "mhc", "mhc_readout": "learned"}}
 
 
 def first_losses(folder, data, **changes):

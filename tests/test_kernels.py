@@ -19,6 +19,8 @@ pytest.importorskip("triton", reason="Triton exists for Linux only")
 import bench
 import route_kernels
 from helpers import assert_close, gradients, random_model, rel_rms, tiny_config, tokens
+from errors import ConfigError
+from eval import choose_kernels
 from model import GPT
 from route_kernels import RUNGS, TritonHistory, launched
 from train import load_config
@@ -118,7 +120,8 @@ def test_two_runs_give_the_same_bits():
 # in the model
 
 VARIANTS = [dict(residual="attnres"), dict(residual="mhar"), dict(residual="mhar", sites_per_block=3), dict(residual="dar"),
-            dict(residual="dar", sites_per_block=3, route_heads=2), dict(residual="dar_selfkv"), dict(residual="dar_fixed")]
+            dict(residual="dar", sites_per_block=3, route_heads=2), dict(residual="dar_selfkv"), dict(residual="dar_fixed"),
+            dict(residual="delta", route_heads=2), dict(residual="delta", n_layer=5)]
 
 
 def on_device(model):
@@ -282,6 +285,17 @@ def test_offsets_beyond_32_bits(kernel, monkeypatch):
 
 # ----------------------------------------------------------------------------------------------------------------------
 # refusals
+
+
+@pytest.mark.parametrize("form", [dict(sites_per_block=2), dict(delta_gate=True), dict(delta_entries="recursive")], ids=str)
+def test_forms_without_kernels_are_refused_or_get_lean(form, monkeypatch):
+    """delta reads closed blocks, and a null source, in ways the kernels do not know."""
+    config = tiny_config(residual="delta", **form)
+    with pytest.raises(ConfigError, match="kernels=triton: this form of residual='delta' has no such kernels; use --kernels=lean"):
+        GPT(config, kernels="triton")
+    monkeypatch.setenv("TRITON_INTERPRET", "0")
+    assert choose_kernels("auto", "cuda", torch.bfloat16, config) == "lean"
+    assert choose_kernels("auto", "cuda", torch.bfloat16, tiny_config(residual="delta")) == "triton"
 
 
 def test_backward_out_of_order_or_twice_is_refused():

@@ -89,7 +89,7 @@ def test_bench(config_file, capsys, tmp_path):
     total = {r["buffer"]: r["mb_per_token"] for r in moved}
     assert total["total"] > total["bank"] > 0
     assert "1 [1, 1]" in capsys.readouterr().out
-    with pytest.raises(model.ConfigError, match="residual='add' does not read by depth attention"):
+    with pytest.raises(model.ConfigError, match="residual='add' has no depth attention in place of"):
         bench.main(["kernels", str(config_file), "--residual=add"])
     with pytest.raises(model.ConfigError, match="--rounds must be at least 1, not 0"):
         bench.main(["step", str(config_file), "--rounds=0"])

@@ -157,7 +157,7 @@ def test_every_config_runs_dry(path, capsys, tmp_path, monkeypatch):
 
 
 def test_every_key_is_read_somewhere():
-    code = "".join((ROOT / name).read_text() for name in ("train.py", "model.py"))
+    code = "".join((ROOT / name).read_text() for name in ("train.py", "model.py", "body.py"))
     for name in train.TYPES:
         assert re.search(rf"\b(c|config|model_config|self|pathway)\.{name}\b", code), name
 
