@@ -1,9 +1,10 @@
 """
 What a sublayer is made of, whatever the pathway: Qwen3's attention and FFN (and, with qk_norm=False, tie_embeddings=False
-and rope_scaling, Llama's), and the loss over the vocabulary. Nothing here knows about depth.
+and rope_scaling, Llama's), a sparse mixture of experts in place of the FFN, and the loss over the vocabulary. Nothing here
+knows about depth.
 
 A sublayer is a module f(x, ctx) with x (B, T, C): its own pre-norm, then the branch. It counts its FLOPs and what it keeps
-for backward. Letters: B batch, T time, C width, D head_dim, V vocabulary.
+for backward. Letters: B batch, T time, P = B T tokens, C width, D head_dim, E experts, F hidden width, V vocabulary.
 """
 
 from typing import NamedTuple
@@ -39,6 +40,7 @@ class Context(NamedTuple):
     cos: torch.Tensor                     # (T, D) rotary tables of the positions at hand
     sin: torch.Tensor                     # (T, D)
     cache: "KVCache | None" = None        # when sampling
+    aux: dict | None = None               # in training: MoE sublayer -> its auxiliary loss
 
 
 class KVCache:
@@ -114,20 +116,27 @@ class Attention(nn.Module):
         return self.q_proj.in_features + 3 * self.q_proj.out_features + 3 * self.k_proj.out_features
 
 
-class FFN(nn.Module):
+class SwiGLU(nn.Module):
+    def __init__(self, width, hidden):
+        super().__init__()
+        self.gate_proj = Linear(width, hidden)
+        self.up_proj = Linear(width, hidden)
+        self.down_proj = Linear(hidden, width)
+
+    def forward(self, x):
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class FFN(SwiGLU):
     """Pre-norm SwiGLU."""
 
     def __init__(self, config):
-        super().__init__()
+        super().__init__(config.d_model, config.d_ff)
         self.norm = RMSNorm(config.d_model, config.norm_eps)
-        self.gate_proj = Linear(config.d_model, config.d_ff)
-        self.up_proj = Linear(config.d_model, config.d_ff)
-        self.down_proj = Linear(config.d_ff, config.d_model)
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(self, x, ctx):                                                 # x (B, T, C)
-        x = self.norm(x)
-        return self.dropout(self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x)))
+        return self.dropout(super().forward(self.norm(x)))
 
     def flops_per_token(self, seq_len):
         return sum(2 * p.numel() for name, p in self.named_parameters() if name.endswith("proj.weight"))
@@ -135,6 +144,99 @@ class FFN(nn.Module):
     def saved_per_token(self):
         """Elements kept for backward: normed input; gate, its SiLU, up and their product."""
         return self.gate_proj.in_features + 4 * self.gate_proj.out_features
+
+
+class MoE(nn.Module):
+    """
+    Pre-norm sparse mixture of SwiGLU experts, routed as in DeepSeek-V3 (arXiv 2412.19437, eqs. 12-16): expert e has score
+    s_e = sigmoid(<router_e, x>); a token takes the moe_top_k experts of largest s_e + bias_e and adds up their outputs in
+    proportion to s_e (to the chosen scores, which sum to one), and those of moe_n_shared shared experts. No token is ever
+    dropped. Scores are fp32 or wider.
+
+    bias is no parameter: after each optimizer step it moves by moe_bias_rate up for experts with less load than the mean
+    and down for the others (arXiv 2408.15664, algorithm 1). moe_aux_loss adds the auxiliary loss of Switch Transformers
+    (arXiv 2101.03961, eq. 4), E sum_e f_e p_e of each sequence batch, to the gradient.
+    """
+
+    def __init__(self, config):
+        super().__init__()
+        c = config
+        self.top_k, self.bias_rate, self.aux_loss = c.moe_top_k, c.moe_bias_rate, c.moe_aux_loss
+        self.norm = RMSNorm(c.d_model, c.norm_eps)
+        self.router = Linear(c.d_model, c.moe_n_expert)
+        self.gate_proj = GroupedLinear(c.moe_n_expert, c.d_model, c.moe_d_ff)
+        self.up_proj = GroupedLinear(c.moe_n_expert, c.d_model, c.moe_d_ff)
+        self.down_proj = GroupedLinear(c.moe_n_expert, c.moe_d_ff, c.d_model)
+        self.shared = SwiGLU(c.d_model, c.moe_n_shared * c.moe_d_ff) if c.moe_n_shared else None
+        self.dropout = nn.Dropout(c.dropout)
+        self.register_buffer("bias", torch.zeros(c.moe_n_expert))
+        self.register_buffer("load", torch.zeros(c.moe_n_expert), persistent=False)        # choices since the last `balance`
+
+    def forward(self, x, ctx):                                                 # x (B, T, C)
+        x = self.norm(x)
+        flat = x.flatten(0, -2)                                                # (P, C)
+        wide = torch.promote_types(x.dtype, torch.float32)
+        scores = F.linear(flat.to(wide), self.router.weight.to(wide)).sigmoid()            # (P, E)
+        chosen = (scores.detach() + self.bias).topk(self.top_k, dim=-1).indices            # (P, k)
+        weights = scores.gather(-1, chosen)
+        weights = weights / weights.sum(-1, keepdim=True)
+        load = torch.zeros_like(self.load).scatter_add_(0, chosen.flatten(), torch.ones_like(chosen.flatten(), dtype=self.load.dtype))
+        if self.training:
+            self.load += load
+            if self.aux_loss:
+                p = (scores / scores.sum(-1, keepdim=True)).mean(0)
+                share = load.to(p.dtype) / chosen.numel()
+                ctx.aux.setdefault(self, self.aux_loss * len(load) * (share * p).sum())    # once: checkpointing runs this again
+
+        order = chosen.flatten().argsort(stable=True)                          # of the P k choices, by expert
+        ends = load.cumsum(0).to(torch.int32)
+        rows = flat[order // self.top_k]                                       # (P k, C)
+        y = self.down_proj(F.silu(self.gate_proj(rows, ends)) * self.up_proj(rows, ends), ends)
+        y = y[order.argsort()].unflatten(0, chosen.shape)                      # (P, k, C), back in the order of tokens
+        y = (weights.unsqueeze(-1) * y).sum(1).to(x.dtype).view_as(x)
+        return self.dropout(y if self.shared is None else y + self.shared(x))
+
+    @torch.no_grad()
+    def balance(self, load):
+        """After an optimizer step, given how often each expert was chosen in the whole batch (E,)."""
+        self.bias += self.bias_rate * (load.mean() - load).sign()
+        self.load.zero_()
+
+    def idle_params(self):
+        """Parameters of the experts that a token does not take."""
+        each = sum(p.numel() // len(p) for p in (self.gate_proj.weight, self.up_proj.weight, self.down_proj.weight))
+        return each * (len(self.bias) - self.top_k)
+
+    def flops_per_token(self, seq_len):
+        weights = sum(p.numel() for name, p in self.named_parameters() if not name.endswith("norm.weight"))
+        return 2 * (weights - self.idle_params())
+
+    def saved_per_token(self):
+        """Elements kept for backward: normed input and scores; for each choice its input, gate, SiLU, up, product, output."""
+        C, E = self.router.in_features, self.router.out_features
+        shared = 4 * self.shared.gate_proj.out_features if self.shared is not None else 0
+        return 2 * C + 2 * E + self.top_k * (2 * C + 4 * self.gate_proj.weight.shape[1]) + shared
+
+
+class GroupedLinear(nn.Module):
+    """One linear map without bias for each group of rows."""
+
+    def __init__(self, n_group, n_in, n_out):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(n_group, n_out, n_in))
+
+    def forward(self, x, ends):
+        """x (M, n_in), its rows sorted by group; ends (n_group,) int32, the number of rows up to each group's end
+        -> (M, n_out)."""
+        weight = self.weight.to(x.dtype).mT
+        if x.dtype == torch.bfloat16:                                          # all that torch promises a kernel for
+            return F.grouped_mm(x, weight, offs=ends)
+        return grouped_matmul(x, weight, ends)
+
+
+def grouped_matmul(x, weight, ends):
+    """The specification of F.grouped_mm: x (M, n_in), weight (n_group, n_in, n_out) -> (M, n_out)."""
+    return torch.cat([rows @ w for rows, w in zip(x.tensor_split(ends[:-1].cpu().long()), weight)])
 
 
 LOGITS_AT_ONCE = 2 ** 28                  # at most 1 GiB of fp32 logits live at a time

@@ -29,7 +29,7 @@ import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
 import route_kernels
-from body import FFN, Attention, Context, KVCache, Linear, RMSNorm, rope_tables, token_losses
+from body import FFN, Attention, Context, KVCache, Linear, MoE, RMSNorm, rope_tables, token_losses
 from errors import ConfigError, nearest
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -56,6 +56,13 @@ class ModelConfig:
     residual: str = "mhar"                # a name of PATHWAYS
     route_heads: int | None = None        # H of mhar (None = n_kv_head, as the MHAR paper sets it) and dar (None = 1)
     sites_per_block: int | None = None    # sites summed into one source; None = the pathway's full form (1; dar: 2)
+    moe_n_expert: int = 0                 # E > 0: sparse mixtures of experts in place of FFNs
+    moe_top_k: int = 2                    # experts a token takes
+    moe_d_ff: int | None = None           # hidden width of an expert
+    moe_n_shared: int = 0                 # experts that every token takes beside them
+    moe_n_dense: int = 0                  # leading layers that keep the FFN of width d_ff
+    moe_bias_rate: float = 1e-3           # step of the bias that balances the experts; 0 = off
+    moe_aux_loss: float = 0.0             # weight of the auxiliary loss that balances the experts
     query_init_std: float = 0.0           # pseudo-queries; 0.02 reproduces the MHAR tables that used random ones
     delta_entries: str = "changes"        # of delta: what its sources are, "changes" or "recursive"
     delta_gate: bool = False              # of delta: a gate and a null source for each site, to convert a trained model
@@ -88,6 +95,18 @@ class ModelConfig:
             missing = {"factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"}
             missing -= set(self.rope_scaling)
             need(not missing, f"rope_scaling lacks {', '.join(sorted(missing))}")
+
+        if self.moe_n_expert:
+            need(self.moe_n_expert >= 1, f"moe_n_expert must not be negative, not {self.moe_n_expert}")
+            need(1 <= self.moe_top_k <= self.moe_n_expert,
+                 f"moe_top_k must be in 1 .. moe_n_expert, but moe_top_k={self.moe_top_k} and moe_n_expert={self.moe_n_expert}")
+            for name in ("d_model", "moe_d_ff"):               # grouped_mm wants rows of whole 16 bytes
+                value = getattr(self, name)
+                need(value and value % 8 == 0, f"{name} must be a multiple of 8 with experts, not {value}")
+            need(0 <= self.moe_n_dense <= self.n_layer,
+                 f"moe_n_dense must be in 0 .. n_layer, but moe_n_dense={self.moe_n_dense} and n_layer={self.n_layer}")
+            for name in ("moe_n_shared", "moe_bias_rate", "moe_aux_loss"):
+                need(getattr(self, name) >= 0, f"{name} must not be negative, not {getattr(self, name)}")
 
         need(self.residual in PATHWAYS, f"unknown residual={self.residual!r}{nearest(self.residual, PATHWAYS)}; "
                                         f"known: {', '.join(PATHWAYS)}")
@@ -642,7 +661,9 @@ class GPT(nn.Module):
         self.config = config
         self.embed = nn.Embedding(config.vocab_size, config.d_model)
         self.dropout = nn.Dropout(config.dropout)
-        self.sublayers = nn.ModuleList(cls(config) for _ in range(config.n_layer) for cls in (Attention, FFN))
+        sparse_from = config.moe_n_dense if config.moe_n_expert else config.n_layer
+        self.sublayers = nn.ModuleList(cls(config) for i in range(config.n_layer)
+                                       for cls in (Attention, MoE if i >= sparse_from else FFN))
         self.pathway = config.pathway_class(config)
         self.norm = RMSNorm(config.d_model, config.norm_eps)
         self.lm_head = Linear(config.d_model, config.vocab_size)
@@ -671,19 +692,19 @@ class GPT(nn.Module):
                 continue
             elif name.endswith("norm.weight"):
                 p.fill_(1.0)
-            elif name.endswith(("embed.weight", "proj.weight", "lm_head.weight")):
+            elif name.endswith(("embed.weight", "proj.weight", "router.weight", "lm_head.weight")):
                 nn.init.normal_(p, std=self.config.init_std, generator=generator)
             else:
                 raise AssertionError(f"no rule to initialise {name}")
         self.pathway.init_weights(torch.Generator().manual_seed(seed + 1))
 
-    def hidden(self, idx, cache=None):
-        """Final hidden states (B, T, C), normed, of token ids idx (B, T)."""
+    def hidden(self, idx, cache=None, aux=None):
+        """Final hidden states (B, T, C), normed, of token ids idx (B, T). `aux` (a dict) receives what MoE puts there."""
         start = 0 if cache is None else cache.length
         stop = start + idx.shape[1]
         if stop > self.config.seq_len:
             raise ConfigError(f"{stop} tokens do not fit the context of {self.config.seq_len} (seq_len)")
-        ctx = Context(self.cos[start:stop], self.sin[start:stop], cache)
+        ctx = Context(self.cos[start:stop], self.sin[start:stop], cache, aux)
         x = self.dropout(self.embed(idx))
         state = self.pathway.start(x if self.compute_dtype is None else x.to(self.compute_dtype))
         for site, f in enumerate(self.sublayers):
@@ -700,13 +721,14 @@ class GPT(nn.Module):
         logits of a whole batch are never made then. The loss is in nats, the mean over scored tokens, or one a token
         with reduction="none" (B, T).
         """
-        h = self.hidden(idx)
+        h = self.hidden(idx, aux=(aux := {}))
         if targets is None:
             return self.lm_head(h), None
         loss = token_losses(h.flatten(0, 1), self.lm_head.weight, targets.flatten(), z_loss)
         if reduction == "none":
             return None, loss.view_as(targets)
-        return None, loss.sum() / (targets >= 0).sum()
+        loss = loss.sum() / (targets >= 0).sum()
+        return None, loss + sum(a - a.detach() for a in aux.values())      # as with z_loss, in the gradient alone
 
     @torch.no_grad()
     def depth_weights(self, idx):
@@ -778,6 +800,23 @@ class GPT(nn.Module):
         """All parameters, tied ones once."""
         return sum(p.numel() for p in self.parameters())
 
+    def num_active_params(self):
+        """Those that take part in one token: without the experts it does not take."""
+        return self.num_params() - sum(f.idle_params() for f in self.sublayers if isinstance(f, MoE))
+
+    def balance_experts(self, total):
+        """
+        After each optimizer step. `total` sums a tensor over all processes. -> the largest load of an expert in the batch over
+        the mean load of its layer, the worst of all layers; None without experts.
+        """
+        sparse = [f for f in self.sublayers if isinstance(f, MoE)]
+        if not sparse:
+            return None
+        loads = total(torch.stack([f.load for f in sparse]))               # (layers, E)
+        for f, load in zip(sparse, loads):
+            f.balance(load)
+        return (loads.amax(-1) / loads.mean(-1)).amax()
+
     def flops_per_token(self):
         """FLOPs of training on one token: 3 times the forward's (sublayers, pathway, head)."""
         forward = sum(f.flops_per_token(self.config.seq_len) for f in self.sublayers) + self.pathway.flops_per_token()
@@ -791,7 +830,8 @@ class GPT(nn.Module):
     def describe(self):
         """The topology, a line a site: the sublayer, how many sources it reads and which."""
         c, p = self.config, self.pathway
-        lines = [f"residual={c.residual}: {c.n_layer} layers, {p.n_site} sites, {self.num_params():,} parameters, of them "
+        active = f" ({self.num_active_params():,} active a token)" if c.moe_n_expert else ""
+        lines = [f"residual={c.residual}: {c.n_layer} layers, {p.n_site} sites, {self.num_params():,} parameters{active}, of them "
                  f"{p.num_params():,} routing; {c.route_heads} routing head(s), {c.sites_per_block} site(s) a depth block"]
         for site in range(p.n_site + 1):
             kind = "readout" if site == p.n_site else type(self.sublayers[site]).__name__

@@ -323,9 +323,9 @@ class Processes:
         return bool(t)
 
     def sum(self, tensor):
-        """Of a CPU tensor, over all processes."""
+        """Over all processes, in place."""
         if self.control is not None:
-            dist.all_reduce(tensor, group=self.control)
+            dist.all_reduce(tensor, group=self.control if tensor.device.type == "cpu" else None)
         return tensor
 
     def barrier(self):
@@ -526,7 +526,9 @@ def run(config, model_config, flat, processes, argv):
 
     # ---- model, optimizer, state
     model = GPT(model_config, config.init_seed, choose_kernels(config.kernels, device, dtype, model_config))
-    model.to(device=device, dtype=getattr(torch, config.param_dtype))
+    model.to(device)
+    for p in model.parameters():                                          # and not buffers
+        p.data = p.data.to(getattr(torch, config.param_dtype))
     model.compute_dtype, model.checkpoint = dtype, config.checkpoint == "sublayer"
     groups = model.param_groups()
     assert sum(len(g["params"]) for g in groups) == len(list(model.parameters())), "groups must partition the parameters"
@@ -620,6 +622,7 @@ def run(config, model_config, flat, processes, argv):
             group["lr"] = lr
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
+        expert_load = model.balance_experts(processes.sum)
         if ema:
             torch._foreach_lerp_(list(ema.values()), [model.get_parameter(n).detach().float() for n in ema], 1 - config.ema_decay)
         log.step()
@@ -639,6 +642,8 @@ def run(config, model_config, flat, processes, argv):
         record = {"step": step, "loss": loss, "lr": lr, "grad_norm": grad_norm, "tokens": step * config.batch_tokens,
                   "epoch": step * config.batch_tokens / T / n_windows, "tokens_per_s": speed,
                   "mfu": peak and speed * model.flops_per_token() / (peak * world), "memory_gb": memory_used(device)}
+        if expert_load is not None:
+            record["expert_load"] = expert_load.item()
         is_best = False
         if evaluating:
             record |= validate()
