@@ -163,7 +163,7 @@ class MoE(nn.Module):
         c = config
         self.top_k, self.bias_rate, self.aux_loss = c.moe_top_k, c.moe_bias_rate, c.moe_aux_loss
         self.norm = RMSNorm(c.d_model, c.norm_eps)
-        self.router = Linear(c.d_model, c.moe_n_expert)
+        self.router = Router(c.d_model, c.moe_n_expert)
         self.gate_proj = GroupedLinear(c.moe_n_expert, c.d_model, c.moe_d_ff)
         self.up_proj = GroupedLinear(c.moe_n_expert, c.d_model, c.moe_d_ff)
         self.down_proj = GroupedLinear(c.moe_n_expert, c.moe_d_ff, c.d_model)
@@ -175,8 +175,7 @@ class MoE(nn.Module):
     def forward(self, x, ctx):                                                 # x (B, T, C)
         x = self.norm(x)
         flat = x.flatten(0, -2)                                                # (P, C)
-        wide = torch.promote_types(x.dtype, torch.float32)
-        scores = F.linear(flat.to(wide), self.router.weight.to(wide)).sigmoid()            # (P, E)
+        scores = self.router(flat).sigmoid()                                   # (P, E)
         chosen = (scores.detach() + self.bias).topk(self.top_k, dim=-1).indices            # (P, k)
         weights = scores.gather(-1, chosen)
         weights = weights / weights.sum(-1, keepdim=True)
@@ -216,6 +215,13 @@ class MoE(nn.Module):
         C, E = self.router.in_features, self.router.out_features
         shared = 4 * self.shared.gate_proj.out_features if self.shared is not None else 0
         return 2 * C + 2 * E + self.top_k * (2 * C + 4 * self.gate_proj.weight.shape[1]) + shared
+
+
+class Router(Linear):
+    """Its logits are fp32 or wider."""
+
+    def forward(self, x):
+        return super().forward(x.to(torch.promote_types(x.dtype, torch.float32)))
 
 
 class GroupedLinear(nn.Module):

@@ -22,8 +22,9 @@ import numpy as np
 import torch
 
 import route_kernels
+from checkpoints import load_checkpoint
 from errors import ConfigError
-from model import GPT, ModelConfig, load_checkpoint
+from model import GPT, ModelConfig
 from prepare_data import DataError, TokenBin, decode, restore_tokenizer
 
 
@@ -78,11 +79,14 @@ def window_losses(model, data, windows, batch_size, device, rank=0, world=1):
     losses = torch.zeros(len(windows), dtype=torch.float64)
     was_training = model.training
     model.eval()
-    for i, start in enumerate(range(0, len(windows), batch_size)):
-        if i % world == rank:
-            part = windows[start:start + batch_size]
-            x, y = batch(data, np.resize(part, batch_size), model.config.seq_len, device)    # one shape, for torch.compile
-            losses[start:start + len(part)] = model(x, y, reduction="none")[1].mean(1).cpu()[:len(part)].double()
+    starts = range(0, len(windows), batch_size)
+    for i in range(rank, -(-len(starts) // world) * world, world):
+        start = starts[min(i, len(starts) - 1)]                                # FSDP: all processes run the model equally often
+        part = windows[start:start + batch_size]
+        x, y = batch(data, np.resize(part, batch_size), model.config.seq_len, device)        # one shape, for torch.compile
+        loss = model(x, y, reduction="none")[1].mean(1).cpu()[:len(part)].double()
+        if i < len(starts):
+            losses[start:start + len(part)] = loss
     model.train(was_training)
     return losses
 

@@ -21,7 +21,6 @@ Letters: B batch, T time, C width, L layers, N sources, H routing heads, K = C/H
 """
 
 from dataclasses import dataclass, fields
-from pathlib import Path
 
 import torch
 import torch.nn as nn
@@ -30,6 +29,7 @@ from torch.utils.checkpoint import checkpoint
 
 import route_kernels
 from body import FFN, Attention, Context, KVCache, Linear, MoE, RMSNorm, rope_tables, token_losses
+from checkpoints import load_checkpoint
 from errors import ConfigError, nearest
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -435,7 +435,7 @@ class DAR(AttnRes):
         return 8                                                   # and h_j, their norms, y, and a pair of entries
 
     def flops_per_token(self):
-        return 2 * super().flops_per_token() + sum(2 * w.numel() for w in self.gate_weight)
+        return 2 * super().flops_per_token() + 2 * self.gate_weight.numel()
 
 
 class DARSelfKV(DAR):
@@ -860,6 +860,9 @@ class GPT(nn.Module):
         if self.config.tie_embeddings:
             self.lm_head.weight = self.embed.weight
         self.cos, self.sin = (table.to(self.embed.weight.device) for table in rope_tables(self.config))
+        for f in self.sublayers:
+            if isinstance(f, MoE):
+                f.load = torch.zeros_like(f.bias)
 
     @classmethod
     def from_checkpoint(cls, path, weights="model", kernels="lean"):
@@ -869,28 +872,8 @@ class GPT(nn.Module):
             raise ConfigError(f"the checkpoint has no {weights!r} weights; it has {', '.join(state)}")
         with torch.device("meta"):
             model = cls(ModelConfig.of_checkpoint(state), kernels=kernels)
-        model.load_weights(state[weights])
+        model.load_weights(state["model"] | state[weights])        # averages are of parameters only
         return model.eval()
-
-
-def load_checkpoint(path):
-    """
-    The dict that train.py saved, on the CPU; `path` is the file, or the out_dir of a run (its latest checkpoint).
-    Nothing in the file is executed: anything but tensors and plain values is refused.
-    """
-    path = Path(path)
-    if path.is_dir():
-        path = path / "ckpt" / "latest.pt"
-    try:
-        state = torch.load(path, map_location="cpu", weights_only=True)
-    except FileNotFoundError:
-        raise ConfigError(f"no checkpoint at {path}") from None
-    except Exception as e:                                         # damaged files make torch raise almost anything
-        reason = (str(e).splitlines() or [type(e).__name__])[0][:120]
-        raise ConfigError(f"{path} is not a nanoDepth checkpoint, or is cut short ({reason})") from None
-    if not isinstance(state, dict) or not {"config", "model"} <= state.keys():
-        raise ConfigError(f"{path} is not a nanoDepth checkpoint: it has no config and model")
-    return state
 
 
 def draw(logits, temperature, top_k, top_p, generator):

@@ -1,5 +1,5 @@
 """
-Pretraining. One process, or many under torchrun (DDP):
+Pretraining. One process, or many under torchrun (DDP or FSDP):
 
     python train.py configs/demo.py --key=value ...
     torchrun --standalone --nproc_per_node=8 train.py configs/mhar_1b.py
@@ -33,13 +33,17 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from tqdm import tqdm
 
-from body import LOGITS_AT_ONCE
+from body import LOGITS_AT_ONCE, MoE
+from checkpoints import MOMENTS, file_of, read, restore, save_checkpoint, write_atomically
 from errors import ConfigError, RunError, nearest
 from eval import batch, choose_device, choose_kernels, val_windows, window_losses
-from model import GPT, ModelConfig, load_checkpoint
+from model import GPT, ModelConfig
 from prepare_data import DataError, TokenBin
 from route_kernels import RUNGS
 
@@ -74,6 +78,7 @@ class TrainConfig:
     param_dtype: str = "float32"          # of weights and optimizer state; bfloat16 is the MHAR recipe
     compile: bool | None = None           # torch.compile of the sublayers; None = on CUDA only
     checkpoint: str = "none"              # activation checkpointing: none, sublayer
+    parallel: str = "ddp"                 # of processes under torchrun: ddp, or fsdp (each holds a part of every tensor)
     kernels: str = "auto"                 # how depth is read: auto (the fastest that runs), triton, lean, reference
     resume: str = "auto"                  # auto = go on where out_dir stopped; never; or the path of a checkpoint
     wandb: bool = False
@@ -81,7 +86,7 @@ class TrainConfig:
     def __post_init__(self):
         choices = {"schedule": SCHEDULES, "device": ("auto", "cpu", "cuda", "mps"),
                    "dtype": ("auto", "float32", "bfloat16"), "param_dtype": ("float32", "bfloat16"),
-                   "checkpoint": ("none", "sublayer"), "kernels": ("auto", *RUNGS)}
+                   "checkpoint": ("none", "sublayer"), "parallel": ("ddp", "fsdp"), "kernels": ("auto", *RUNGS)}
         for name, known in choices.items():
             value = getattr(self, name)
             if value not in known:
@@ -233,55 +238,14 @@ def windows_of_step(step, n_windows, batch_size, seed):
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# checkpoints
-
-
-def write_atomically(path, write):
-    """Call write(file) on a temporary beside `path`, then put it in place: `path` is the old file or the whole new one."""
-    temporary = path.with_name(path.name + ".tmp")
-    try:
-        with open(temporary, "wb") as f:
-            write(f)
-            f.flush()
-            os.fsync(f.fileno())
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
-
-
-def save_checkpoint(folder, state, config, best):
-    """
-    Write folder/step_N.pt and point latest.pt (and best.pt, if `best`) at it; then delete numbered ones beyond keep_last.
-    A passing I/O error is tried again; after the third the run ends, the checkpoints of before as they were.
-    """
-    path = folder / f"step_{state['step']:08d}.pt"
-    for attempt in (1, 2, 3):
-        try:
-            write_atomically(path, lambda f: torch.save(state, f))
-            break
-        except (OSError, RuntimeError) as e:
-            if attempt == 3:
-                raise RunError(f"cannot write {path}: {e}; the checkpoints before it are untouched") from None
-            time.sleep(attempt)
-    for name in ["latest.pt"] + ["best.pt"] * best:
-        link = folder / (name + ".tmp")
-        link.unlink(missing_ok=True)
-        try:
-            os.link(path, link)
-        except OSError:                                                   # a file system without hard links
-            shutil.copyfile(path, link)
-        os.replace(link, folder / name)
-        link.unlink(missing_ok=True)                                      # rename leaves it if both are one file already
-    for old in sorted(folder.glob("step_*.pt"))[:-config.keep_last]:
-        old.unlink()
-
+# what a resumed run may change
 
 ARCHITECTURE = [f.name for f in fields(ModelConfig) if f.name not in ("dropout", "init_std", "query_init_std")]
 
 
 def check_resume(state, config, path):
     """Refuse a checkpoint of another architecture; -> lines 'key: old -> new' of the other changes."""
-    if "optimizer" not in state:
+    if not {"exp_avg", "shards"} & state.keys():
         raise ConfigError(f"{path} holds weights only, which a run cannot go on from")
     old = state["config"]
     changed = [key for key in config if key in old and old[key] != config[key]]
@@ -335,6 +299,22 @@ class Processes:
     def close(self):
         if self.control is not None:
             dist.destroy_process_group()
+
+
+def shard(model, device, world, dtype):
+    """
+    Fully sharded data parallel (torch's FSDP2): a process holds its part of every parameter, gradient and moment. Sublayers are
+    gathered one at a time, already in the dtype they compute in; what must not lose precision (embedding, pathway, final
+    norm, routers of experts) as it is. Gradients are summed in fp32.
+    """
+    settings = {"mesh": init_device_mesh(device.type, (world,)), "reshard_after_forward": True}
+    exact = MixedPrecisionPolicy(reduce_dtype=torch.float32, cast_forward_inputs=False)
+    for f in model.sublayers:
+        if isinstance(f, MoE):
+            fully_shard(f.router, **settings, mp_policy=exact)
+        fully_shard(f, **settings, mp_policy=dataclasses.replace(exact, param_dtype=dtype))
+    fully_shard(model, **settings, mp_policy=exact)
+    register_fsdp_forward_method(model, "depth_weights")
 
 
 def choose_dtype(name, device, has_bf16):
@@ -512,9 +492,7 @@ def run(config, model_config, flat, processes, argv):
     dtype = choose_dtype(config.dtype, device.type, device.type != "cuda" or torch.cuda.is_bf16_supported(False))
     out_dir = Path(config.out_dir)
     latest = out_dir / "ckpt" / "latest.pt"
-    start_from = {"auto": latest if latest.exists() else None, "never": None}.get(config.resume, Path(config.resume))
-    if start_from is not None and start_from.is_dir():
-        start_from = start_from / "ckpt" / "latest.pt"
+    start_from = {"auto": latest if latest.exists() else None, "never": None}.get(config.resume, file_of(config.resume))
     if latest.exists() and (start_from is None or not start_from.exists() or not start_from.samefile(latest)):
         raise ConfigError(f"{out_dir} holds a run already: choose another --out_dir, or go on with --resume=auto")
     if processes.any(start_from is not None) and start_from is None:
@@ -522,7 +500,7 @@ def run(config, model_config, flat, processes, argv):
     if first_rank:
         (out_dir / "ckpt").mkdir(parents=True, exist_ok=True)
         for stale in (out_dir / "ckpt").glob("*.tmp"):
-            stale.unlink()
+            shutil.rmtree(stale) if stale.is_dir() else stale.unlink()
 
     # ---- model, optimizer, state
     model = GPT(model_config, config.init_seed, choose_kernels(config.kernels, device, dtype, model_config))
@@ -530,20 +508,32 @@ def run(config, model_config, flat, processes, argv):
     for p in model.parameters():                                          # and not buffers
         p.data = p.data.to(getattr(torch, config.param_dtype))
     model.compute_dtype, model.checkpoint = dtype, config.checkpoint == "sublayer"
+    sharded = config.parallel == "fsdp" and processes.control is not None
+    if sharded:
+        shard(model, device, world, dtype)
+    params = dict(model.named_parameters())
     groups = model.param_groups()
-    assert sum(len(g["params"]) for g in groups) == len(list(model.parameters())), "groups must partition the parameters"
+    assert sum(len(g["params"]) for g in groups) == len(params), "groups must partition the parameters"
     optimizer = torch.optim.AdamW(groups, lr=config.learning_rate, betas=(config.beta1, config.beta2), eps=1e-8,
                                   weight_decay=config.weight_decay, fused=True)
-    ema = {name: p.detach().to(torch.float32, copy=True) for name, p in model.named_parameters()} if config.ema_decay else {}
+    for p in params.values():                                             # as AdamW would at its first step
+        optimizer.state[p] = {"step": torch.zeros((), device=device)} | {name: torch.zeros_like(p) for name in MOMENTS}
+    ema = {name: p.detach().to(torch.float32, copy=True) for name, p in params.items()} if config.ema_decay else {}
     done, best_loss = 0, math.inf
+
+    def tensors():
+        """All that a run learns, by name (see checkpoints.py)."""
+        learned = {"model": model.state_dict()} | {key: {name: optimizer.state[p][key] for name, p in params.items()}
+                                                   for key in MOMENTS}
+        return learned | {"ema": ema} if ema else learned
+
     if start_from is not None:
-        state = load_checkpoint(start_from)
+        state = read(start_from)
         changes = check_resume(state, flat, start_from)
-        model.load_state_dict(state["model"])
-        optimizer.load_state_dict(state["optimizer"])
+        restore(start_from, state, tensors())
         done, best_loss = state["step"], state["best_val_loss"]
-        for name, average in ema.items():
-            average.copy_(state["ema"][name] if "ema" in state else model.get_parameter(name))
+        for p in params.values():
+            optimizer.state[p]["step"].fill_(done)
         if state["data"] != {"train": train_data.sha256, "val": val_data.sha256}:
             changes.append(f"data: other contents in {config.data_dir}")
         say("\n".join([f"resumed {start_from} after step {done}", *(f"  changed {change}" for change in changes)]))
@@ -552,7 +542,7 @@ def run(config, model_config, flat, processes, argv):
         for f in model.sublayers:
             f.compile()
     wrapped = model
-    if processes.control is not None:
+    if processes.control is not None and not sharded:
         wrapped = DistributedDataParallel(model, device_ids=[device.index] if device.type == "cuda" else None,
                                           broadcast_buffers=False, gradient_as_bucket_view=True)
 
@@ -582,19 +572,19 @@ def run(config, model_config, flat, processes, argv):
     def validate():
         values = {"val_loss": evaluate(model, val_data, fixed_windows, config, processes)}
         if ema:
-            with exchanged(model, ema):
+            with exchanged(params, ema):
                 values["val_loss_ema"] = evaluate(model, val_data, fixed_windows, config, processes)
         x, _ = batch(val_data, fixed_windows[:1], T, device)
         return values | {"routing_entropy": routing_entropy(model, x)}
 
     def save(step, is_best):
-        state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step, "best_val_loss": best_loss,
-                 "config": flat, "data": {"train": train_data.sha256, "val": val_data.sha256},
+        facts = {"step": step, "best_val_loss": best_loss, "config": flat,
+                 "data": {"train": train_data.sha256, "val": val_data.sha256},
                  "tokenizer": tokenizer.meta() | {"file": tokenizer.file and
                                                   torch.frombuffer(bytearray(tokenizer.file), dtype=torch.uint8)}}
-        if ema:
-            state["ema"] = model.state_dict() | ema
-        save_checkpoint(out_dir / "ckpt", state, config, is_best)
+        if first_rank or sharded:
+            save_checkpoint(out_dir / "ckpt", facts, tensors(), is_best, config.keep_last, processes.control if sharded else None,
+                            first_rank)
 
     # ---- the loop
     log = Log(out_dir / "log.jsonl", config, done + 1, first_rank, flat)
@@ -613,18 +603,21 @@ def run(config, model_config, flat, processes, argv):
             if model_config.dropout:
                 torch.manual_seed(mixed(config.seed, step, part) % 2**63)
             last = i == passes - 1
+            # FSDP sums over processes in every pass, as a whole gradient is what it cannot hold
             with contextlib.nullcontext() if last or wrapped is model else wrapped.no_sync():
                 part_loss = wrapped(x, y, z_loss=config.z_loss)[1] / passes
                 part_loss.backward()
             loss = loss + part_loss.detach()
-        grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), config.grad_clip or math.inf)
+        grad_norm = torch.nn.utils.clip_grad_norm_(params.values(), config.grad_clip or math.inf)
+        if sharded:
+            grad_norm = grad_norm.full_tensor()                           # of all parts
         for group in optimizer.param_groups:
             group["lr"] = lr
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         expert_load = model.balance_experts(processes.sum)
         if ema:
-            torch._foreach_lerp_(list(ema.values()), [model.get_parameter(n).detach().float() for n in ema], 1 - config.ema_decay)
+            torch._foreach_lerp_(parts(ema), [p.float() for p in parts(params)], 1 - config.ema_decay)
         log.step()
 
         stopping = processes.any(signals.received)
@@ -650,7 +643,7 @@ def run(config, model_config, flat, processes, argv):
             is_best = record["val_loss"] < best_loss
             best_loss = min(best_loss, record["val_loss"])
         log.write(record)
-        if (saving or is_best) and first_rank:
+        if saving or is_best:
             save(step, is_best)
         if stopping and not is_last:
             say(f"stopped by signal after step {step}; the same command goes on from here")
@@ -679,18 +672,21 @@ class Signals:
             signal.signal(number, handler)
 
 
+def parts(tensors):
+    """What this process holds of tensors (name -> tensor or DTensor), without their graph."""
+    return [t.detach().to_local() if isinstance(t, DTensor) else t.detach() for t in tensors.values()]
+
+
 @contextlib.contextmanager
-def exchanged(model, weights):
-    """Inside, the model computes with `weights` (name -> tensor) in place of its own."""
-    def swap():
-        for name, w in weights.items():
-            p = model.get_parameter(name)
-            p.data, w.data = w.data, p.data
-    swap()
+@torch.no_grad()
+def exchanged(params, weights):
+    """Inside, parameters (name -> parameter) have the values of `weights`, rounded to their dtype."""
+    own = [p.clone() for p in parts(params)]
+    torch._foreach_copy_(parts(params), parts(weights))
     try:
         yield
     finally:
-        swap()
+        torch._foreach_copy_(parts(params), own)
 
 
 def memory_used(device):

@@ -10,13 +10,16 @@ from pathlib import Path
 import pytest
 
 import train
+from checkpoints import load_checkpoint
 from test_train import ROOT, assert_equal_states, config_file, corpus, log_of, losses, run  # noqa: F401 (fixtures)
 
 DETAILS = {"max_steps": 6, "dropout": 0.1, "eval_interval": 3, "eval_tokens": 592, "batch_tokens": 256, "ema_decay": 0.5}
 
 
-def torchrun(script, *arguments, wait=True):
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", script, *map(str, arguments)]
+def torchrun(script, *arguments, wait=True, n=2):
+    """Run `script` in n processes (0 = one, without torchrun) -> (exit status, output)."""
+    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={n}"] if n else []
+    command = [sys.executable, *launcher, script, *map(str, arguments)]
     process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     if not wait:
         return process
@@ -69,7 +72,7 @@ def test_a_signal_stops_both_and_the_run_goes_on(pair, run, tmp_path):
     process.send_signal(signal.SIGTERM)
     output, _ = process.communicate(timeout=60)
     stopped = int(output.partition("stopped by signal after step ")[2].partition("\n")[0].split()[0].rstrip(";"))
-    assert stopped > 5 and train.load_checkpoint(tmp_path / "two")["step"] == stopped == log_of(tmp_path / "two")[-1]["step"]
+    assert stopped > 5 and load_checkpoint(tmp_path / "two")["step"] == stopped == log_of(tmp_path / "two")[-1]["step"]
 
 
 def test_one_failing_process_ends_all(pair, tmp_path):
