@@ -25,12 +25,15 @@ if __name__ == "__main__" and sys.argv[1:2] == ["bytes"]:
     os.environ["TRITON_INTERPRET"] = "1"                                   # read when kernels are defined
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from errors import ConfigError
 from eval import choose_device, choose_kernels
 from model import GPT, AttnRes
 from route_kernels import RUNGS, TritonHistory, choose, depth_read_reference, launched, tokens_of_program
-from train import choose_dtype, load_config
+from train import cast_parameters, choose_dtype, load_config
 
 STATISTICS = {"median": statistics.median, "low": min, "high": max}
 
@@ -39,20 +42,33 @@ STATISTICS = {"median": statistics.median, "low": min, "high": max}
 # whole steps
 
 
+class Memory(TorchDispatchMode):
+    """Counts the storage of tensors that are made inside, on any device, `meta` too; `known` tensors are left out."""
+
+    def __init__(self, known):
+        super().__init__()
+        self.known = {t.untyped_storage()._cdata for t in known}
+        self.made, self.peak = {}, 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        for t in tree_leaves(out):
+            if torch.is_tensor(t) and (storage := t.untyped_storage())._cdata not in self.known:
+                self.made.setdefault(storage._cdata, (StorageWeakRef(storage), storage.nbytes()))
+        self.peak = max(self.peak, self.alive())
+        return out
+
+    def alive(self):
+        """Bytes that are still there."""
+        self.made = {key: (ref, size) for key, (ref, size) in self.made.items() if not ref.expired()}
+        return sum(size for _, size in self.made.values())
+
+
 def saved_bytes(model, x):
-    """Bytes of distinct storages, parameters aside, that autograd keeps for the backward of one forward of x (B, T)."""
-    parameters = {p.untyped_storage()._cdata for p in model.parameters()}
-    kept = {}
-
-    def pack(tensor):
-        storage = tensor.untyped_storage()
-        if storage._cdata not in parameters:
-            kept[storage._cdata] = storage                                 # held, or its address would be used again
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        model(x, x)
-    return sum(storage.nbytes() for storage in kept.values())
+    """Bytes, parameters aside, that one forward of x (B, T) keeps for its backward."""
+    with Memory([x, *model.parameters(), *model.buffers()]) as memory:
+        loss = model(x, x)[1]                                              # it holds the graph
+    return memory.alive() - loss.nbytes
 
 
 class Step:
@@ -63,7 +79,7 @@ class Step:
         self.device = torch.device(device)
         dtype = choose_dtype(config.dtype, device, device == "cuda" and torch.cuda.is_bf16_supported(False))
         self.model = GPT(model_config, config.init_seed, choose_kernels(config.kernels, device, dtype, model_config))
-        self.model.to(self.device, getattr(torch, config.param_dtype))
+        cast_parameters(self.model.to(self.device), config.param_dtype)
         self.model.compute_dtype = dtype
         self.model.checkpoint = config.checkpoint == "sublayer"
         if config.compile or config.compile is None and device == "cuda":

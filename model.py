@@ -633,10 +633,10 @@ class MHC(MultiStream):
 
 def sinkhorn(logits, iterations=20):
     """(.., n, n) -> a doubly stochastic matrix (mHC eqs. 8-9): exp, then columns and rows in turn divided by their sums."""
+    logits = logits.movedim((-2, -1), (0, 1)).contiguous()                # sums over leading axes are fast
     for _ in range(iterations):
-        logits = logits - logits.logsumexp(-2, keepdim=True)
-        logits = logits - logits.logsumexp(-1, keepdim=True)
-    return logits.exp()
+        logits = logits.log_softmax(0).log_softmax(1)
+    return logits.exp().movedim((0, 1), (-2, -1))
 
 
 PATHWAYS = {"add": Add, "attnres": AttnRes, "mhar": MHAR, "delta": Delta,

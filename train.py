@@ -301,6 +301,12 @@ class Processes:
             dist.destroy_process_group()
 
 
+def cast_parameters(model, dtype):
+    """Parameters become of dtype (a name); buffers, such as the bias that balances experts by small steps, stay fp32."""
+    for p in model.parameters():
+        p.data = p.data.to(getattr(torch, dtype))
+
+
 def shard(model, device, world, dtype):
     """
     Fully sharded data parallel (torch's FSDP2): a process holds its part of every parameter, gradient and moment. Sublayers are
@@ -504,9 +510,7 @@ def run(config, model_config, flat, processes, argv):
 
     # ---- model, optimizer, state
     model = GPT(model_config, config.init_seed, choose_kernels(config.kernels, device, dtype, model_config))
-    model.to(device)
-    for p in model.parameters():                                          # and not buffers
-        p.data = p.data.to(getattr(torch, config.param_dtype))
+    cast_parameters(model.to(device), config.param_dtype)
     model.compute_dtype, model.checkpoint = dtype, config.checkpoint == "sublayer"
     sharded = config.parallel == "fsdp" and processes.control is not None
     if sharded:

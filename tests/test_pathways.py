@@ -5,8 +5,9 @@ import torch
 import torch.nn.functional as F
 from torch._dynamo.testing import CompileCounter
 
-import literal
 import body
+import literal
+from bench import Memory, saved_bytes
 from helpers import assert_close, gradients, random_model, rel_rms, tiny_config, tokens
 from model import GPT, PATHWAYS, Attention, ConfigError, Context, ModelConfig, token_losses
 from route_kernels import RUNGS
@@ -512,9 +513,11 @@ def test_compiled_sublayers_are_two_graphs(residual):
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.2])
-@pytest.mark.parametrize("residual", PATHWAYS)
-def test_activation_checkpointing_changes_nothing(residual, dropout):
-    model, idx, calls = random_model(residual=residual, dropout=dropout), tokens(2, 7), []
+@pytest.mark.parametrize("config", [*(dict(residual=name) for name in PATHWAYS),
+                                    dict(residual="dar", moe_n_expert=4, moe_d_ff=16, moe_aux_loss=0.1)], ids=str)
+def test_activation_checkpointing_changes_nothing(config, dropout):
+    """Loss and gradients in float32 are the same bits, and what is left to keep is what the pathway itself keeps."""
+    model, idx, calls, kept = random_model(dropout=dropout, **config).float(), tokens(2, 7), [], []
     model.sublayers[0].register_forward_pre_hook(lambda *_: calls.append(1))
     losses, grads = [], []
     for model.checkpoint in (False, True):
@@ -523,6 +526,9 @@ def test_activation_checkpointing_changes_nothing(residual, dropout):
         losses.append(model(idx, idx)[1])
         grads.append(gradients(model, losses[-1]))
         assert len(calls) == 1 + model.checkpoint                  # run again in backward, or not
+        kept.append(saved_bytes(model, idx))
+    inside = sum(f.saved_per_token() for f in model.sublayers) * idx.numel() * 4
+    assert kept[0] - kept[1] > 0.7 * inside
     assert torch.equal(*losses) and all(torch.equal(grads[0][name], grads[1][name]) for name in grads[0])
     torch.manual_seed(1)
     assert (model(idx, idx)[1] == losses[0]) == (dropout == 0)
@@ -587,6 +593,25 @@ def test_z_loss_is_in_the_gradient_only(loss_case, rows, monkeypatch):
     without = torch.autograd.grad(token_losses(h, weight, targets).sum() / scored.sum(), (h, weight))
     for a, b, c in zip(found, expected, without):
         assert rel_rms(a, b) < 1e-14 and rel_rms(a, c) > 1e-2
+
+
+def test_peak_memory_of_the_loss():
+    """
+    At the size of mhar_1b with 8 sequences, forward and backward; on the meta device, where tensors have sizes and nothing else.
+    The unchunked loss holds the logits three times in fp32, 13.9 GiB; in chunks it takes 3.4 GiB, which are three of
+    LOGITS_AT_ONCE and the gradient of the weight, and with twice the tokens no more. At most a quarter is asked.
+    """
+    peaks = []
+    for at_once in (body.LOGITS_AT_ONCE, 2 ** 40):
+        h, weight = (torch.empty(n, 1280, dtype=torch.bfloat16, device="meta", requires_grad=True) for n in (8 * 1024, 151_936))
+        targets = torch.empty(8 * 1024, dtype=torch.long, device="meta")
+        with pytest.MonkeyPatch.context() as patch, Memory([h, weight, targets]) as memory:
+            patch.setattr(body, "LOGITS_AT_ONCE", at_once)
+            token_losses(h, weight, targets).sum().backward()
+        peaks.append(memory.peak)
+    logits = 8 * 1024 * 151_936
+    assert 11 * logits < peaks[1] < 13 * logits
+    assert peaks[0] < 0.25 * peaks[1], [p / 2 ** 30 for p in peaks]
 
 
 def test_loss_of_the_model():

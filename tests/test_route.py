@@ -6,6 +6,7 @@ from attnres import attnres as fast_attnres
 from fla.ops.attnres import naive_attnres
 
 from helpers import assert_close, rel_rms, tiny_config, tokens
+from bench import saved_bytes
 from model import GPT, Add, ConfigError
 from route_kernels import RUNGS, depth_read_lean, depth_read_reference, depth_weights, read_ahead_lean
 
@@ -198,22 +199,6 @@ def test_second_derivatives_are_right_or_refused(read):
         return
     for a, b in zip(found, second(depth_read_reference)):
         assert rel_rms(a, b) < 1e-10
-
-
-def saved_bytes(model, idx):
-    """Bytes that autograd keeps of a forward pass beside the parameters, each piece of memory counted once."""
-    own = {p.untyped_storage().data_ptr() for p in (*model.parameters(), *model.buffers())}
-    saved = {}
-
-    def pack(t):
-        storage = t.untyped_storage()
-        if storage.data_ptr() not in own:
-            saved[storage.data_ptr()] = storage                    # holding it keeps its address from being used again
-        return t
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
-        model(idx, idx)
-    return sum(s.nbytes() for s in saved.values())
 
 
 def test_lean_keeps_little_for_backward():

@@ -17,9 +17,10 @@ import torch
 
 import checkpoints
 import train
+from bench import saved_bytes
 from checkpoints import load_checkpoint, read
 from helpers import write_corpus
-from model import PATHWAYS, ConfigError, ModelConfig
+from model import GPT, PATHWAYS, ConfigError, ModelConfig
 from prepare_data import DataError
 from train import RunError, TrainConfig, learning_rate, load_config, shuffled, windows_of_step
 
@@ -533,10 +534,9 @@ def test_without_triton_and_with_a_port_in_use(config_file, tmp_path):
     assert done.returncode == 1 and re.search(r"train.py: the processes cannot meet at 127.0.0.1:\d+ .*--master_port=N", done.stderr)
 
 
-@pytest.mark.parametrize("residual", ["add", "mhar", "dar"])
-def test_memory_estimate_is_near_what_is_kept(residual):
-    from bench import saved_bytes
-    from model import GPT
-    config = ModelConfig(vocab_size=64, seq_len=64, n_layer=6, n_head=4, n_kv_head=2, d_model=128, d_ff=256, residual=residual)
+@pytest.mark.parametrize("config", [*(dict(residual=r) for r in ("add", "mhar", "dar", "delta", "hc_static", "hc", "mhc")),
+                                    dict(residual="add", moe_n_expert=8, moe_d_ff=128, moe_n_shared=1)], ids=str)
+def test_memory_estimate_is_near_what_is_kept(config):
+    config = ModelConfig(vocab_size=64, seq_len=64, n_layer=6, n_head=4, n_kv_head=2, d_model=128, d_ff=256, **config)
     estimate = train.memory_estimate(TrainConfig(micro_batch_size=2, dtype="float32"), GPT(config))["activations (estimate)"]
     assert estimate == pytest.approx(saved_bytes(GPT(config), torch.zeros(2, 64, dtype=torch.long)), rel=0.35)
