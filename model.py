@@ -187,6 +187,10 @@ class Pathway(nn.Module):
         """Multiples of C kept for backward per token and site by read and write: here the sublayer's input."""
         return 1
 
+    def gradient_bank(self):
+        """Elements a token, fp32, of the bank in which kernels=triton sums the gradients of sources."""
+        return 0
+
     def sources(self, site):
         """Names of the sources that the read at `site` chooses from."""
         return ["running sum"]
@@ -281,6 +285,9 @@ class AttnRes(Pathway):
 
     def saved_per_site(self):
         return 2                                                   # and the source it writes
+
+    def gradient_bank(self):
+        return (self.n_site // self.sites_per_block + 1) * len(self.key_stream) * self.gain.shape[-1]
 
     def flops_per_token(self):
         # per source and channel: mean square, logit and mix, each one multiply-add

@@ -5,8 +5,9 @@ Pretraining. One process, or many under torchrun (DDP or FSDP):
     torchrun --standalone --nproc_per_node=8 train.py configs/mhar_1b.py
     python train.py configs/mhar_1b.py --dry_run                 print what would run, allocate nothing
 
-A config is a Python file of assignments to the fields of TrainConfig (below) and ModelConfig (model.py). The run writes
-config.json, run.json, log.jsonl and ckpt/ to out_dir, and goes on from ckpt/latest.pt when started again.
+A config is a Python file of assignments to the fields of TrainConfig (below) and ModelConfig (model.py); a second file
+changes the first (mhar_1b.py web.py). The run writes config.json, run.json, log.jsonl and ckpt/ to out_dir, and goes on from
+ckpt/latest.pt when started again.
 
 What a run computes is a function of its config alone. The data order follows from (seed, step), dropout from (seed, step,
 sequence): nothing random is carried from step to step, so a run stopped anywhere and resumed equals the undisturbed one,
@@ -51,7 +52,7 @@ from route_kernels import RUNGS
 @dataclass
 class TrainConfig:
     data_dir: str = "data/demo"           # made by prepare_data.py
-    out_dir: str | None = None            # None = out/NAME for config file NAME.py
+    out_dir: str | None = None            # None = out/NAME for config file NAME.py, out/NAME_OTHER for two
     max_steps: int = 20_000               # optimizer steps; 0 = evaluate only
     batch_tokens: int = 131_072           # tokens of one optimizer step, over all processes
     micro_batch_size: int = 8             # sequences a process runs at once; the rest is gradient accumulation
@@ -114,25 +115,24 @@ TYPES = {name: hint for cls in (TrainConfig, ModelConfig) for name, hint in typi
 
 
 def load_config(argv):
-    """[config file, --key=value ...] -> (TrainConfig, ModelConfig). The command line wins over the file."""
+    """[config files, --key=value ...] -> (TrainConfig, ModelConfig). A later file wins, and the command line over all."""
     for arg in argv:
         if arg.startswith("--") and "=" not in arg:
             raise ConfigError(f"write {arg}=VALUE")
     files = [arg for arg in argv if not arg.startswith("--")]
-    if len(files) != 1:
-        raise ConfigError(f"give one config file, not {len(files)} ({' '.join(files)}): "
-                          "python train.py configs/demo.py --key=value ...")
-    path = find_config(files[0])
-    values = {}
-    for name, value in read_config(path).items():
-        values[name] = checked(name, value, f" in {path}")
+    if not files:
+        raise ConfigError("give a config file: python train.py configs/demo.py --key=value ...")
+    paths, values = [find_config(name) for name in files], {}
+    for path in paths:
+        for name, value in read_config(path).items():
+            values[name] = checked(name, value, f" in {path}")
     for arg in argv:
         if arg.startswith("--"):
             name, _, text = arg[2:].partition("=")
             values[name] = checked(name, parsed(name, text), "")
     parts = [cls(**{f.name: values[f.name] for f in fields(cls) if f.name in values}) for cls in (TrainConfig, ModelConfig)]
     if parts[0].out_dir is None:
-        parts[0].out_dir = f"out/{path.stem}"
+        parts[0].out_dir = "out/" + "_".join(path.stem for path in paths)
     return parts
 
 
@@ -374,15 +374,24 @@ def accumulation(config, seq_len, world):
     return config.batch_tokens // at_once
 
 
-def memory_estimate(config, model):
-    """Bytes a process needs, by what: exact for weights, gradients and optimizer, an estimate for activations."""
-    param = model.num_params() * getattr(torch, config.param_dtype).itemsize
+def memory_estimate(config, model, world=1):
+    """
+    Bytes that each of `world` processes needs, by what: exact for weights, gradients and optimizer; an estimate for the rest,
+    with bf16 activations and the fastest kernels, as on a GPU, unless the config says otherwise.
+    """
+    sharded = config.parallel == "fsdp" and world > 1
+    held, size = model.num_params() / (world if sharded else 1), getattr(torch, config.param_dtype).itemsize
     act = 4 if config.dtype == "float32" else 2
     tokens = config.micro_batch_size * model.config.seq_len
-    logits = min(tokens * model.config.vocab_size, LOGITS_AT_ONCE)
-    return {"weights": param, "gradients": param, "AdamW moments": 2 * param, "EMA": param * (config.ema_decay > 0),
+    largest = max(sum(p.numel() for p in f.parameters()) for f in model.sublayers)
+    root = model.num_params() - sum(p.numel() for p in model.sublayers.parameters())
+    kernels = config.device != "cpu" and config.kernels in ("auto", "triton") and "triton" in model.pathway.rungs(model.config)
+    return {"weights": held * size, "gradients": held * size, "AdamW moments": 2 * held * size,
+            "EMA": 4 * held * (config.ema_decay > 0),
+            "gathered (estimate)": ((size + 4) * root + 2 * (act + 4) * largest) * sharded,       # two sublayers; fp32 gradients
             "activations (estimate)": act * tokens * model.saved_per_token(config.checkpoint == "sublayer"),
-            "logits (estimate)": 3 * 4 * logits}
+            "gradient bank (estimate)": 4 * tokens * model.pathway.gradient_bank() * kernels,
+            "logits (estimate)": 3 * 4 * min(tokens * model.config.vocab_size, LOGITS_AT_ONCE)}
 
 
 def commit():
@@ -454,7 +463,7 @@ def dry_run(config, model_config):
     print(f"{config.batch_tokens:,} tokens a step = {world} process(es) * {passes} pass(es) * {config.micro_batch_size} * "
           f"{model_config.seq_len}; {config.max_steps:,} steps, {total:,} tokens")
     print(f"{model.flops_per_token():.4g} FLOPs a token, {model.flops_per_token() * total:.4g} in all")
-    need = memory_estimate(config, model)
+    need = memory_estimate(config, model, world)
     print("memory of a process: " + ", ".join(f"{name} {size / 2**30:.2f}" for name, size in need.items() if size)
           + f"; {sum(need.values()) / 2**30:.2f} GiB")
 

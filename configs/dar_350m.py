@@ -1,4 +1,5 @@
 # torchrun --standalone --nproc_per_node=8 train.py configs/dar_350m.py
+# 32,768 tokens a step = 32 sequences * 1,024 = 8 GPUs * 1 pass * 4 * 1,024
 # Dual Attention Residuals, Full form: one source a layer (2 sites). Published: the method (arXiv 2607.18730; its 0.5B
 # loss, 2.653, is on a body, data and recipe that are not public). Our choice: body and recipe, which are the MHAR paper's,
 # and the details that model.DAR lists as inferred.

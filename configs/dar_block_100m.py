@@ -1,4 +1,5 @@
 # torchrun --standalone --nproc_per_node=8 train.py configs/dar_block_100m.py
+# 131,072 tokens a step = 64 sequences * 2,048 = 8 GPUs * 1 pass * 8 * 2,048
 # Dual Attention Residuals in Block form. Published: the method and blocks of 2 layers (arXiv 2607.18730; its 1B loss,
 # 2.684 against 2.704 of attnres_block, is on a body, data and recipe that are not public). Our choice: body and recipe,
 # which are the MHAR paper's, and the details that model.DAR lists as inferred.

@@ -126,7 +126,7 @@ def test_bad_config_files(tmp_path):
         load_config([str(typo)])
     with pytest.raises(ConfigError, match=r"no config file mahr_1b.py \(did you mean mhar_1b\?\); known: attnres_100m"):
         load_config(["mahr_1b.py"])
-    with pytest.raises(ConfigError, match="give one config file, not 0"):
+    with pytest.raises(ConfigError, match="give a config file: python train.py"):
         load_config(["--max_steps=3"])
 
 
