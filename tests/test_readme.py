@@ -57,14 +57,26 @@ def test_commands_and_links_name_what_exists():
         assert (ROOT / link).exists(), link
 
 
-def test_published_numbers_are_those_of_the_configs():
-    rows = re.findall(r"^\| `(\w+)` \|[ \d,]*\| *([+\d,]*) *\| (\d\.\d+)", README, flags=re.M)
-    assert len(rows) == 11
-    for name, routing, published in rows:
-        assert published in (ROOT / "configs" / f"{name}.py").read_text(), name
-        _, model_config = train.load_config([name])
-        with torch.device("meta"):
-            assert f"+{model.GPT(model_config).pathway.num_params():,}" == (routing or "+0"), name
+def test_published_numbers_are_those_of_the_configs(monkeypatch, capsys):
+    """And sizes and memory are what dry_run prints."""
+    monkeypatch.setenv("WORLD_SIZE", "8")
+
+    def dry_run(name):
+        train.main([name, "--dry_run"])
+        printed = capsys.readouterr().out
+        return re.search(r"of them ([\d,]+) routing", printed).group(1), float(re.search(r"([\d.]+) GiB$", printed.strip()).group(1))
+
+    rows = re.findall(r"^\| `(\w+)` \| ([^|]*) \| ([\d,/ ]*) \| ([\d./ ]+) \|$", README, flags=re.M)
+    assert [name for name, *_ in rows] == ["baseline", "hc_static", "attnres", "mhar", "mhar_h16", "mhc", "attnres_block", "dar", "dar_block"]
+    for method, published, routing, memory in rows:
+        sizes = {"(1B)": ["1b"], "(0.5B)": ["350m"]}.get(published.split()[-1], ["100m", "350m", "1b"])
+        for size, loss in zip(sizes, re.findall(r"\d\.\d{3}", published)):
+            assert loss in (ROOT / "configs" / f"{method}_{size}.py").read_text(), (method, size)
+        found = [dry_run(f"{method}_{size}") for size in ("100m", "350m", "1b")]
+        assert [count for count, _ in found] == (routing.strip().split(" / ") if routing.strip() else ["0"] * 3), method
+        assert [f"{gib:.1f}" for _, gib in found] == memory.split(" / "), method
+    sparse = re.search(r"active a token, ([\d.]+), ([\d.]+) and\s([\d.]+) GiB a GPU", README).groups()
+    assert [f"{dry_run(name)[1]:.2f}" for name in ("baseline_7b", "attnres_block_7b", "dar_block_7b")] == list(sparse)
 
 
 def test_the_compiled_contender_is_compiled():
