@@ -272,6 +272,7 @@ class Processes:
         if "RANK" in os.environ:
             try:
                 dist.init_process_group("nccl" if device == "cuda" else "gloo")
+                dist.all_reduce(torch.ones((), device=self.device))       # here, and not hours later, it shows if they cannot
             except (RuntimeError, ValueError) as e:
                 where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
                 raise ConfigError(f"the processes cannot meet at {where} ({str(e).splitlines()[0][:150]}): "
