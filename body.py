@@ -179,7 +179,8 @@ class MoE(nn.Module):
         chosen = (scores.detach() + self.bias).topk(self.top_k, dim=-1).indices            # (P, k)
         weights = scores.gather(-1, chosen)
         weights = weights / weights.sum(-1, keepdim=True)
-        load = torch.zeros_like(self.load).scatter_add_(0, chosen.flatten(), torch.ones_like(chosen.flatten(), dtype=self.load.dtype))
+        ones = torch.ones_like(chosen, dtype=self.load.dtype).flatten()
+        load = torch.zeros_like(self.load).scatter_add_(0, chosen.flatten(), ones)         # (E,)
         if self.training:
             self.load += load
             if self.aux_loss:

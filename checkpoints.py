@@ -158,6 +158,8 @@ def restore(path, state, tensors):
         state = load_checkpoint(path, moments=True) if "shards" in state else state
         trees = state.keys()
         for tree in tensors.keys() & trees:
+            if missing := tensors[tree].keys() - state[tree].keys():
+                raise ConfigError(f"{path} lacks {min(missing)} of {tree}" + f" (and {len(missing) - 1} more)" * (len(missing) > 1))
             for name, t in tensors[tree].items():
                 fill(t, state[tree][name])
     if "ema" in tensors and "ema" not in trees:

@@ -131,7 +131,8 @@ def open_checkpoint(path, weights, device):
     missing = {"step", "tokenizer"} - state.keys()
     if missing:
         raise ConfigError(f"{path} is no checkpoint of train.py: it lacks {' and '.join(sorted(missing))}")
-    model = GPT.from_checkpoint(state, weights, choose_kernels("auto", device, torch.float32, ModelConfig.of_checkpoint(state))).to(device)
+    kernels = choose_kernels("auto", device, torch.float32, ModelConfig.of_checkpoint(state))
+    model = GPT.from_checkpoint(state, weights, kernels).to(device)
     meta = state["tokenizer"]
     tokenizer = restore_tokenizer(meta, bytes(meta["file"].numpy()) if meta["file"] is not None else None)
     return model, tokenizer, {key: state[key] for key in ("config", "step")}

@@ -527,7 +527,8 @@ class HCStatic(MultiStream):
         self.post[:, 0] += 1
 
     def maps(self, streams, site):
-        return self.alpha[site].to(streams.dtype).softmax(-1), self.post[site].to(streams.dtype), self.res[site].to(streams.dtype)
+        alpha, post, res = (p[site].to(streams.dtype) for p in (self.alpha, self.post, self.res))
+        return alpha.softmax(-1), post, res
 
     def readout(self, streams):
         return streams.mean(-2)
@@ -586,7 +587,7 @@ class MHC(MultiStream):
     and Sinkhorn (exp, then 20 times columns and rows divided by their sums) makes res doubly stochastic. The three a start
     at 0.01. Initial P and b and the readout are not stated; ours: P and b_2 zero (post = 1); b_3 = 6 I (a stream keeps 99 %
     of itself); b_1 of site k is 3 for stream k mod n and -3 for the others, as in HC, because streams with equal b_1
-    would stay equal for ever; b does not decay, as in HC. So the model starts as the plain residual, given a negligible norm_eps.
+    would stay equal for ever; b does not decay, as in HC. So the model starts as the plain residual, up to norm_eps.
 
     mhc_readout="sum" adds the streams up (HC); "learned" weighs them by sigmoid(a P x' + b), P and b zero (DeepSeek-V4).
     """
@@ -683,7 +684,8 @@ class GPT(nn.Module):
             raise ConfigError(f"unknown kernels={kernels!r}{nearest(kernels, route_kernels.RUNGS)}; "
                               f"known: {', '.join(route_kernels.RUNGS)}")
         if kernels not in self.pathway.rungs(config):
-            raise ConfigError(f"kernels={kernels}: this form of residual={config.residual!r} has no such kernels; use --kernels=lean")
+            raise ConfigError(f"kernels={kernels}: this form of residual={config.residual!r} has no such kernels; "
+                              "use --kernels=lean")
         self.kernels = kernels
         self.pathway.rung = route_kernels.RUNGS[kernels]
         self.compute_dtype = None
@@ -838,8 +840,8 @@ class GPT(nn.Module):
         """The topology, a line a site: the sublayer, how many sources it reads and which."""
         c, p = self.config, self.pathway
         active = f" ({self.num_active_params():,} active a token)" if c.moe_n_expert else ""
-        lines = [f"residual={c.residual}: {c.n_layer} layers, {p.n_site} sites, {self.num_params():,} parameters{active}, of them "
-                 f"{p.num_params():,} routing; {c.route_heads} routing head(s), {c.sites_per_block} site(s) a depth block"]
+        lines = [f"residual={c.residual}: {c.n_layer} layers, {p.n_site} sites, {self.num_params():,} parameters{active}, "
+                 f"of them {p.num_params():,} routing; {c.route_heads} routing head(s), {c.sites_per_block} site(s) a depth block"]
         for site in range(p.n_site + 1):
             kind = "readout" if site == p.n_site else type(self.sublayers[site]).__name__
             sources = p.sources(site)

@@ -389,7 +389,7 @@ def memory_estimate(config, model, world=1):
     kernels = config.device != "cpu" and config.kernels in ("auto", "triton") and "triton" in model.pathway.rungs(model.config)
     return {"weights": held * size, "gradients": held * size, "AdamW moments": 2 * held * size,
             "EMA": 4 * held * (config.ema_decay > 0),
-            "gathered (estimate)": ((size + 4) * root + 2 * (act + 4) * largest) * sharded,       # two sublayers; fp32 gradients
+            "gathered (estimate)": ((size + 4) * root + 2 * (act + 4) * largest) * sharded,       # two sublayers at a time
             "activations (estimate)": act * tokens * model.saved_per_token(config.checkpoint == "sublayer"),
             "gradient bank (estimate)": 4 * tokens * model.pathway.gradient_bank() * kernels,
             "logits (estimate)": 3 * 4 * min(tokens * model.config.vocab_size, LOGITS_AT_ONCE)}
@@ -597,8 +597,8 @@ def run(config, model_config, flat, processes, argv):
                  "tokenizer": tokenizer.meta() | {"file": tokenizer.file and
                                                   torch.frombuffer(bytearray(tokenizer.file), dtype=torch.uint8)}}
         if first_rank or sharded:
-            save_checkpoint(out_dir / "ckpt", facts, tensors(), is_best, config.keep_last, processes.control if sharded else None,
-                            first_rank)
+            save_checkpoint(out_dir / "ckpt", facts, tensors(), is_best, config.keep_last,
+                            processes.control if sharded else None, first_rank)
 
     # ---- the loop
     log = Log(out_dir / "log.jsonl", config, done + 1, first_rank, flat)
