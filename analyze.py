@@ -15,9 +15,9 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from errors import ConfigError
+from errors import ConfigError, DataError
 from eval import batch, open_checkpoint, val_windows
-from prepare_data import DataError, TokenBin
+from prepare_data import TokenBin
 
 
 def pyplot():

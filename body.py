@@ -37,8 +37,9 @@ class RMSNorm(nn.Module):
 
 class Context(NamedTuple):
     """What attention needs beside its input."""
-    cos: torch.Tensor                     # (T, D) rotary tables of the positions at hand
-    sin: torch.Tensor                     # (T, D)
+    cos: torch.Tensor                     # (T, D) rotary tables of the positions at hand, or (B, 1, T, D)
+    sin: torch.Tensor
+    mask: torch.Tensor | None = None      # (B, 1, T, T) what each token may attend to; None = itself and all before it
     cache: "KVCache | None" = None        # when sampling
     aux: dict | None = None               # in training: MoE sublayer -> its auxiliary loss
 
@@ -101,8 +102,11 @@ class Attention(nn.Module):
         if ctx.cache is not None:
             k, v = ctx.cache.extend(self, k, v)
         T, S = q.shape[2], k.shape[2]                                          # S - T tokens come from the cache
-        mask = None if T in (1, S) else torch.ones(T, S, dtype=torch.bool, device=x.device).tril(S - T)
-        y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=T == S, enable_gqa=q.shape[1] != k.shape[1])
+        mask = ctx.mask
+        if mask is None and T not in (1, S):
+            mask = torch.ones(T, S, dtype=torch.bool, device=x.device).tril(S - T)
+        y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None and T == S,
+                                           enable_gqa=q.shape[1] != k.shape[1])
         return self.dropout(self.o_proj(y.transpose(1, 2).flatten(2)))
 
     def flops_per_token(self, seq_len):

@@ -7,6 +7,10 @@ class ConfigError(ValueError):
     """A value the user gave cannot work."""
 
 
+class DataError(ValueError):
+    """Input, tokenizer or bin that cannot be used."""
+
+
 class RunError(RuntimeError):
     """The run cannot go on."""
 

@@ -23,9 +23,10 @@ import torch
 
 import route_kernels
 from checkpoints import load_checkpoint
-from errors import ConfigError
+from errors import ConfigError, DataError
 from model import GPT, ModelConfig
-from prepare_data import DataError, TokenBin, decode, restore_tokenizer
+from prepare_data import TokenBin
+from tokenizer import restore_tokenizer
 
 
 def choose_device(name):
@@ -135,6 +136,7 @@ def open_checkpoint(path, weights, device):
     model = GPT.from_checkpoint(state, weights, kernels).to(device)
     meta = state["tokenizer"]
     tokenizer = restore_tokenizer(meta, bytes(meta["file"].numpy()) if meta["file"] is not None else None)
+    model.eot = tokenizer.eot if state["config"].get("doc_mask") else None
     return model, tokenizer, {key: state[key] for key in ("config", "step")}
 
 
@@ -171,7 +173,10 @@ def cmd_text(args):
         raise ConfigError(f"--stride must be in 1 .. {T} (seq_len), not {stride}")
     rows = []
     for path in args.file:
-        text = decode(Path(path).read_bytes().removeprefix(b"\xef\xbb\xbf"), path)
+        try:
+            text = Path(path).read_bytes().removeprefix(b"\xef\xbb\xbf").decode("utf-8")
+        except UnicodeDecodeError as e:
+            raise DataError(f"{path}: not UTF-8 (byte {e.start})") from None
         ids = tokenizer.encode(text)
         if len(ids) == 0:
             raise DataError(f"{path} is empty")

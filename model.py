@@ -655,13 +655,24 @@ PATHWAYS = {"add": Add, "attnres": AttnRes, "mhar": MHAR, "delta": Delta,
 # ----------------------------------------------------------------------------------------------------------------------
 # the model
 
+def documents(idx, eot):
+    """
+    Of token ids (B, T): what each token may attend to (B, 1, T, T), and its position in its document (B, T). A document starts
+    with the end-of-text id before it, which is how `eval.py text` presents a text; a window may start inside of one.
+    """
+    starts, at = idx == eot, torch.arange(idx.shape[1], device=idx.device)
+    number, first = starts.cumsum(1), torch.where(starts, at, 0).cummax(1).values
+    return (number[:, :, None] == number[:, None, :]).tril().unsqueeze(1), at - first
+
+
 class GPT(nn.Module):
     """
     config     ModelConfig
     init_seed  seed of the initial weights; the body's are drawn first and do not depend on the pathway
     kernels    how depth is read: a name of route_kernels.RUNGS; `route_kernels.choose` knows which runs where
-    Attributes to set before use: `compute_dtype` (None = the weights' own) and `checkpoint` (True = keep only the input
-    of each sublayer and run it again in backward).
+    Attributes to set before use: `compute_dtype` (None = the weights' own), `checkpoint` (True = keep only the input of each
+    sublayer and run it again in backward) and `eot` (an end-of-text id: no token sees what stands before the last one of
+    these; None = documents of a window see each other).
     """
 
     def __init__(self, config, init_seed=0, kernels="lean"):
@@ -690,6 +701,7 @@ class GPT(nn.Module):
         self.pathway.rung = route_kernels.RUNGS[kernels]
         self.compute_dtype = None
         self.checkpoint = False
+        self.eot = None
         if not self.embed.weight.is_meta:
             self.init_weights(init_seed)
 
@@ -713,7 +725,11 @@ class GPT(nn.Module):
         stop = start + idx.shape[1]
         if stop > self.config.seq_len:
             raise ConfigError(f"{stop} tokens do not fit the context of {self.config.seq_len} (seq_len)")
-        ctx = Context(self.cos[start:stop], self.sin[start:stop], cache, aux)
+        cos, sin, mask = self.cos[start:stop], self.sin[start:stop], None
+        if self.eot is not None and cache is None:
+            mask, position = documents(idx, self.eot)
+            cos, sin = self.cos[position].unsqueeze(1), self.sin[position].unsqueeze(1)
+        ctx = Context(cos, sin, mask, cache, aux)
         x = self.dropout(self.embed(idx))
         state = self.pathway.start(x if self.compute_dtype is None else x.to(self.compute_dtype))
         for site, f in enumerate(self.sublayers):
@@ -779,7 +795,12 @@ class GPT(nn.Module):
             raise ConfigError(f"top_k must not be negative, not {top_k} (0 or None = off)")
         if top_p is not None and not 0 < top_p <= 1:
             raise ConfigError(f"top_p must be in (0, 1], not {top_p}")
-        context = idx[:, -self.config.seq_len:]
+        def document(context):
+            """From the last end of text on that all rows have."""
+            ends = [] if self.eot is None else (context == self.eot).all(0).nonzero().flatten().tolist()
+            return context[:, ends[-1]:] if ends else context
+
+        context = document(idx[:, -self.config.seq_len:])
         unread, cache = context, KVCache()
         for _ in range(max_new_tokens):
             h = self.hidden(unread, cache) if use_cache else self.hidden(context)
@@ -790,9 +811,12 @@ class GPT(nn.Module):
             yield token
             context = torch.cat((context, token[:, None]), dim=1)
             unread = token[:, None]
-            if context.shape[1] > self.config.seq_len:
-                context = context[:, -max(1, self.config.seq_len // 2):]
-                unread, cache = context, KVCache()
+            kept = document(context)
+            if kept.shape[1] > self.config.seq_len:
+                kept = kept[:, -max(1, self.config.seq_len // 2):]
+            if kept.shape[1] < context.shape[1]:
+                context = unread = kept
+                cache = KVCache()
 
     def generate(self, idx, max_new_tokens, **sampling):
         """idx (B, T) followed by max_new_tokens tokens, (B, T + max_new_tokens). Arguments of `stream`."""

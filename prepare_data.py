@@ -1,276 +1,122 @@
 """
-Text -> token bins, tokenizers, and the reader of bins.
+Text -> token bins, and the reader of bins.
 
     python prepare_data.py --demo                                          the Python library's own sources, byte tokenizer
     python prepare_data.py --input FILES_OR_DIRS... --tokenizer byte --out data/NAME
+    python prepare_data.py --source web=DIR:0.7 --source code=DIR,DIR:0.3 --tokenizer byte --out data/NAME
+    python prepare_data.py inspect data/NAME                               what is in it: counts, lengths, samples
+    python prepare_data.py verify data/NAME                                does it still hold what was written
 
 writes data/NAME/train.bin and val.bin (bare token ids, uint16 where every id of the tokenizer fits, else uint32) and
-meta.json, which says what they hold. A document is a .txt, .md or .py file, or a line of a .jsonl file. Its ids are
-followed by one end-of-text id. Special-token text inside a document is text. Empty documents are skipped.
+meta.json, which says what they hold. What a document is, documents.py says. Its ids are followed by one end-of-text id.
+Special-token text inside a document is text. Empty documents are skipped.
 
-A document goes to train or val by a hash of its text: adding files never moves one, and copies land on one side.
-The folder appears whole or not at all.
+A document goes to train or val by a hash of its text: adding files never moves one, and copies land on one side. The bytes
+written depend on nothing else: not on the number of workers, nor on interruptions. Until all is written the folder is
+called NAME.partial; the same command, started again, goes on from there.
 """
 
 import argparse
-import base64
 import hashlib
 import json
 import os
-import re
 import shutil
+import signal
 import sys
 import sysconfig
-import unicodedata
+import time
+from collections import Counter, deque
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass
+from multiprocessing import get_context
 from pathlib import Path
 
 import numpy as np
-import tiktoken
 from tqdm import tqdm
 
+from documents import KNOWN, PIECE, Bad, Piece, documents, find_files
+from errors import DataError
+from tokenizer import SPLIT_PATTERNS, load_tokenizer, restore_tokenizer
+
 FORMAT = 1                                # of the folder; a reader refuses any other
-PLAIN = (".txt", ".md", ".py")            # one document a file
-SUFFIXES = PLAIN + (".jsonl",)
-
-
-class DataError(ValueError):
-    """Input, tokenizer or bin that cannot be used. The message is one line: what, where, the remedy."""
+SAVE_EVERY = 10                           # seconds between notes of how far it is
+SPLITS = "train", "val"
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# tokenizers
-
-SPLIT_PATTERNS = {                        # how text is cut before byte pairs are merged; a .tiktoken file does not say
-    "gpt2": r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+",
-    "cl100k_base": r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
-                   r"|\s*[\r\n]+|\s+(?!\S)|\s+",
-}
-END_OF_TEXT = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>")       # the added token taken as end of text, in order
+# sources
 
 
-class Tokenizer:
+@dataclass
+class Source:
     """
-    name     as given to --tokenizer (a file: tokenizer.json or tokenizer.tiktoken, the name of its copy beside the bins)
-    n_vocab  ids are 0 .. n_vocab - 1;  eot  end-of-text id
-    sha256   of all that decides the ids
-    file     bytes of a local tokenizer file, else None;  split_pattern  given with a .tiktoken file, else None
+    name, files  paths, or hf:... addresses
+    weight       share of the text, in bytes, that comes from this source; None = all of it
     """
-
-    def __init__(self, name, n_vocab, eot, sha256, encoding=None, normalize=None, file=None, split_pattern=None):
-        self.name, self.n_vocab, self.eot, self.sha256 = name, n_vocab, eot, sha256
-        self.file, self.split_pattern = file, split_pattern
-        self._encoding, self._normalize = encoding, normalize             # encoding None = bytes
-
-    def encode(self, text):
-        """Ids of a text, (n,) uint32, without end of text."""
-        if self._encoding is None:
-            return np.frombuffer(text.encode(), dtype=np.uint8).astype(np.uint32)
-        if self._normalize:
-            text = unicodedata.normalize(self._normalize, text)
-        return np.concatenate([np.array(self._encoding.encode_ordinary(part), dtype=np.uint32) for part in parts(text)])
-
-    def token_bytes(self, token):
-        """The bytes of one id; none for end of text and other special ids, U+FFFD for an id that is not in use."""
-        if self._encoding is None:
-            return bytes([token]) if token < 256 else b"" if token == self.eot else "\ufffd".encode()
-        if token in self._encoding._special_tokens.values():
-            return b""
-        try:
-            return self._encoding.decode_single_token_bytes(token)
-        except KeyError:
-            return "\ufffd".encode()
-
-    def decode(self, ids):
-        return b"".join(self.token_bytes(int(i)) for i in ids).decode(errors="replace")
-
-    def meta(self):
-        """What identifies the tokenizer, for meta.json and checkpoints; `restore_tokenizer` is the way back."""
-        return {key: getattr(self, key) for key in ("name", "n_vocab", "eot", "sha256", "split_pattern")}
+    name: str
+    files: list
+    weight: float | None = None
 
 
-def parts(text, limit=500_000):
-    """
-    The text in parts. It is cut only inside of more than `limit` white-space characters in a row: a million of them
-    overflow the stack of tiktoken's regex engine.
-    """
-    runs = re.finditer(r"\s+", text) if len(text) > limit else ()
-    cuts = [0, *(at for run in runs for at in range(run.start() + limit, run.end(), limit)), len(text)]
-    return [text[start:stop] for start, stop in zip(cuts, cuts[1:])]
-
-
-def load_tokenizer(name, split_pattern=None, file=None):
-    """
-    The tokenizer called `name`: "byte", an encoding of tiktoken's, or the path of a Hugging Face tokenizer.json
-    (byte-level BPE) or of a .tiktoken ranks file, which needs `split_pattern` (a key of SPLIT_PATTERNS or a regex).
-    `file` gives the bytes of such a file where it is not on disk (they are kept in checkpoints).
-    """
-    if name == "byte":
-        return Tokenizer("byte", 257, 256, hashlib.sha256(b"byte").hexdigest())
-    if name in tiktoken.list_encoding_names():
-        try:
-            encoding = tiktoken.get_encoding(name)
-        except (OSError, ValueError) as e:                                # no network (requests' are OSErrors), or damage
-            raise DataError(f"tokenizer {name!r} is not in tiktoken's cache and cannot be fetched "
-                            f"({type(e).__name__}): set TIKTOKEN_CACHE_DIR to a folder that holds it, or use "
-                            "--tokenizer byte or a local tokenizer.json") from None
-        return Tokenizer(name, encoding.n_vocab, encoding.eot_token, encoding_hash(encoding), encoding)
-    path = Path(name)
-    if file is None:
-        if not path.is_file() or path.suffix not in (".json", ".tiktoken"):
-            raise DataError(f"unknown tokenizer {name!r}: byte, {', '.join(tiktoken.list_encoding_names())}, "
-                            "or the path of a tokenizer.json or .tiktoken file")
-        file = path.read_bytes()
+def parse_source(text):
+    """NAME=PATH[,PATH...]:WEIGHT"""
+    name, equals, rest = text.partition("=")
+    paths, colon, weight = rest.rpartition(":")
     try:
-        if path.suffix == ".tiktoken":
-            encoding, eot, normalize = read_tiktoken_file(path, file, split_pattern)
-        else:
-            encoding, eot, normalize = read_tokenizer_json(path, file)
-    except (KeyError, TypeError, IndexError, AttributeError, UnicodeDecodeError, json.JSONDecodeError) as e:
-        raise DataError(f"{path} is not a tokenizer file that can be read ({type(e).__name__}: {e})") from None
-    return Tokenizer("tokenizer" + path.suffix, encoding.max_token_value + 1, eot, encoding_hash(encoding, normalize), encoding,
-                     normalize, file, split_pattern)
-
-
-def restore_tokenizer(meta, file=None):
-    """The tokenizer of a `Tokenizer.meta()`; `file` gives the bytes of its local file, if it has one."""
-    tokenizer = load_tokenizer(meta["name"], meta["split_pattern"], file)
-    if tokenizer.sha256 != meta["sha256"]:
-        raise DataError(f"the tokenizer {meta['name']!r} found here is not the one the data was made with: "
-                        f"sha256 {tokenizer.sha256[:12]}, not {meta['sha256'][:12]}")
-    return tokenizer
-
-
-def encoding_hash(encoding, normalize=None):
-    h = hashlib.sha256(json.dumps([encoding._pat_str, normalize, sorted(encoding._special_tokens.items())]).encode())
-    for token, rank in sorted(encoding._mergeable_ranks.items()):
-        h.update(b"%d %d " % (rank, len(token)) + token)
-    return h.hexdigest()
-
-
-def read_tiktoken_file(path, data, split_pattern):
-    """-> (Encoding, end-of-text id, None); end of text is the first id after the ranks."""
-    if split_pattern is None:
-        raise DataError(f"{path} holds no split pattern: add --split-pattern {'|'.join(SPLIT_PATTERNS)} or a regex")
-    try:
-        ranks = {base64.b64decode(token, validate=True): int(rank) for token, rank in map(bytes.split, data.splitlines())}
+        weight = float(weight)
     except ValueError:
-        raise DataError(f"{path} is not a .tiktoken file (lines of 'base64 rank'), or is cut short") from None
-    if sorted(ranks.values()) != list(range(len(ranks))) or not all(bytes([b]) in ranks for b in range(256)):
-        raise DataError(f"{path}: the ranks must be 0 .. n-1 and hold every single byte; the file may be cut short")
-    eot = len(ranks)
-    pattern = SPLIT_PATTERNS.get(split_pattern, split_pattern)
-    return make_encoding(path, pattern, ranks, {"<|endoftext|>": eot}), eot, None
+        weight = 0
+    if not (name and equals and paths and colon and 0 < weight < float("inf")):
+        raise DataError(f"--source {text}: write NAME=PATH[,PATH...]:WEIGHT, with a weight above 0")
+    return Source(name, find_files(paths.split(",")), weight)
 
 
-def read_tokenizer_json(path, data):
+class Reader:
     """
-    A Hugging Face tokenizer.json with byte-level BPE (GPT-2, Qwen, Llama 3) -> (Encoding, end-of-text id, normalisation).
-    Whatever would give other ids than Hugging Face's library is refused with the reason.
+    The pieces of a source, from a position on: [number of the file, pieces of it that are done, bytes of text so far].
+    `at` is the position after the last piece taken.
     """
-    def need(ok, reason):
-        if not ok:
-            raise DataError(f"{path}: only byte-level BPE can be used, but {reason}")
 
-    spec = json.loads(data)
-    model, normalizer = spec["model"], spec.get("normalizer")
-    need(model.get("type", "BPE") == "BPE", f"model.type is {model.get('type')!r}")
-    for option in ("byte_fallback", "dropout", "continuing_subword_prefix", "end_of_word_suffix"):
-        need(not model.get(option), f"it uses {option}")
-    need(normalizer is None or normalizer["type"] in ("NFC", "NFKC", "NFD", "NFKD"), f"its normalizer is {normalizer}")
-    steps = spec["pre_tokenizer"] or {}
-    steps = steps.get("pretokenizers", [steps])
-    need(steps[-1].get("type") == "ByteLevel", "its pre_tokenizer does not end in ByteLevel")
-    need(not steps[-1].get("add_prefix_space"), "ByteLevel adds a prefix space")
-    if len(steps) == 1:
-        need(steps[0].get("use_regex", True), "it does not split text")
-        pattern = SPLIT_PATTERNS["gpt2"]
-    else:
-        need(len(steps) == 2 and steps[0]["type"] == "Split" and steps[0]["behavior"] == "Isolated"
-             and not steps[0].get("invert") and not steps[1].get("use_regex", True), f"its pre_tokenizer is {steps}")
-        pattern = steps[0]["pattern"]["Regex"]
+    def __init__(self, source, text_key, at, tick):
+        self.source, self.text_key, self.tick, self.at = source, text_key, tick, list(at)
+        self.pieces = self.walk()
 
-    byte_of = byte_level_alphabet()
-    added = {t["content"]: t["id"] for t in spec.get("added_tokens", [])}
-    spaces = [token for token in added if not token.strip()]               # Hugging Face's library finds them in any text
-    need(not spaces, f"{spaces} are added tokens, which ordinary text contains")
-    ranks = {bytes(byte_of[c] for c in token): i for token, i in model["vocab"].items() if token not in added}
-    need(all(bytes([b]) in ranks for b in range(256)), "its vocabulary lacks single bytes")
-    merged = ["".join(m.split(" ") if isinstance(m, str) else m) for m in model["merges"]]
-    ids = [model["vocab"][token] for token in merged]
-    need(ids == sorted(ids), "its merges are not in the order of their ids")
-    made = {*ids, *(ranks[bytes([b])] for b in range(256))}
-    need(made.issuperset(ranks.values()), "its vocabulary has tokens that no merge makes")
-    eot = next((added[t] for t in END_OF_TEXT if t in added), None)
-    need(eot is not None, f"it has no end-of-text token (one of {', '.join(END_OF_TEXT)})")
-    return make_encoding(path, pattern, ranks, added), eot, normalizer and normalizer["type"]
+    def walk(self):
+        for number in range(self.at[0], len(self.source.files)):
+            done = self.at[1] if number == self.at[0] else 0
+            self.at[:2] = number, done
+            for i, piece in enumerate(documents(self.source.files[number], self.text_key, self.tick)):
+                if i >= done:
+                    self.at[1] = i + 1
+                    yield piece
+
+    def take(self):
+        """The next piece, or None at the end."""
+        piece = next(self.pieces, None)
+        if isinstance(piece, Piece):
+            self.at[2] += len(piece.text.encode("utf-8"))
+        return piece
 
 
-def make_encoding(path, pattern, ranks, special):
-    try:
-        return tiktoken.Encoding(path.name, pat_str=pattern, mergeable_ranks=ranks, special_tokens=special)
-    except ValueError as e:
-        raise DataError(f"{path}: {str(e).splitlines()[0]}") from None
-
-
-def byte_level_alphabet():
-    """character -> byte of GPT-2's printable spelling of bytes: printable Latin-1 as it is, the rest from U+0100 on."""
-    printable = [*range(ord("!"), ord("~") + 1), *range(ord("\xa1"), ord("\xac") + 1), *range(ord("\xae"), ord("\xff") + 1)]
-    others = [b for b in range(256) if b not in printable]
-    return {chr(b): b for b in printable} | {chr(256 + i): b for i, b in enumerate(others)}
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# documents
-
-
-def find_files(inputs):
-    """The files under the inputs (files, or folders searched for SUFFIXES), in a fixed order, each once."""
-    found = {}
-    for item in map(Path, inputs):
-        if item.is_dir():
-            inside = sorted(p for p in item.rglob("*") if p.suffix in SUFFIXES and p.is_file())
-            if not inside:
-                raise DataError(f"{item} holds no {', '.join(SUFFIXES)} files")
-            found.update(dict.fromkeys(inside))
-        elif not item.exists():
-            raise DataError(f"no such file or folder: {item}")
-        elif item.suffix not in SUFFIXES:
-            raise DataError(f"{item}: cannot read {item.suffix or 'files without an ending'}; known: {', '.join(SUFFIXES)}")
-        else:
-            found[item] = None
-    return list(found)
-
-
-def documents(path, text_key):
-    """The texts of one file, one at a time. A byte order mark at the start is no text."""
-    if path.suffix in PLAIN:
-        yield decode(path.read_bytes().removeprefix(b"\xef\xbb\xbf"), path)
+def mixed(readers):
+    """
+    Pieces of all readers: one source after the other; or, with weights, each document from the source that is furthest
+    behind its share, until one of them is exhausted.
+    """
+    if readers[0].source.weight is None:
+        for reader in readers:
+            while (piece := reader.take()) is not None:
+                yield piece
         return
-    with path.open("rb") as lines:
-        for number, line in enumerate(lines, 1):
-            line = line.removeprefix(b"\xef\xbb\xbf") if number == 1 else line
-            if not line.strip():
-                continue
-            where = f"{path}:{number}"
-            line = decode(line, where)
-            try:
-                row = json.loads(line)
-            except (ValueError, RecursionError) as e:                      # too long a number, too deep a nesting
-                raise DataError(f"{where}: not JSON ({e})") from None
-            if not isinstance(row, dict) or not isinstance(row.get(text_key), str):
-                raise DataError(f"{where}: no text under {text_key!r} (--text-key): {line[:60].strip()}")
-            try:
-                row[text_key].encode("utf-8")
-            except UnicodeEncodeError:
-                raise DataError(f"{where}: the text holds half of a surrogate pair, which is no character") from None
-            yield row[text_key]
-
-
-def decode(data, where):
-    try:
-        return data.decode("utf-8")
-    except UnicodeDecodeError as e:
-        raise DataError(f"{where}: not UTF-8 (byte {e.start})") from None
+    while True:
+        reader = min(readers, key=lambda r: r.at[2] / r.source.weight)
+        while (piece := reader.take()) is not None:
+            yield piece
+            if isinstance(piece, Bad) or piece.last:
+                break
+        else:
+            return
 
 
 def demo_files():
@@ -296,9 +142,57 @@ def file_hash(path):
     return h.hexdigest()
 
 
-def split_of(utf8, val_permille):
-    """ "val" for about val_permille of 1000 texts, by a hash of the text alone."""
-    return "val" if int.from_bytes(hashlib.blake2b(utf8, digest_size=8).digest(), "big") % 1000 < val_permille else "train"
+def fingerprint(path):
+    """What identifies an input in meta.json."""
+    return {"path": path} if isinstance(path, str) else {"path": str(path), "bytes": path.stat().st_size, "sha256": file_hash(path)}
+
+
+def split_of(digest, val_permille):
+    """ "val" for about val_permille of 1000 documents, by the hash of the text alone."""
+    return "val" if int.from_bytes(digest, "big") % 1000 < val_permille else "train"
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# workers
+
+WORKER = {}                               # in a worker process: what its tokenizer is made of, and the tokenizer
+
+
+def start_worker(meta, file):
+    signal.signal(signal.SIGINT, signal.SIG_IGN)                           # Ctrl-C is for the main process
+    WORKER["made of"] = meta, file
+
+
+def encode(pieces, tokenizer=None):
+    """[(text, last)] -> ids of all of them (n,) uint32, an end-of-text id after each that is last; and the number of each."""
+    if tokenizer is None:
+        if "tokenizer" not in WORKER:                                      # here, an error finds its way to the main process
+            WORKER["tokenizer"] = restore_tokenizer(*WORKER["made of"])
+        tokenizer = WORKER["tokenizer"]
+    end = np.array([tokenizer.eot], dtype=np.uint32)
+    ids = [np.concatenate((tokenizer.encode(text), end)) if last else tokenizer.encode(text) for text, last in pieces]
+    return np.concatenate((end[:0], *ids)), np.array([len(i) for i in ids], dtype=np.int64)
+
+
+class InProcess:
+    """The one worker of --workers 1: this process."""
+
+    def __init__(self, tokenizer):
+        self.tokenizer = tokenizer
+
+    def submit(self, function, pieces):
+        future = Future()
+        future.set_result(function(pieces, self.tokenizer))
+        return future
+
+    def shutdown(self, **options):
+        pass
+
+
+def pool(tokenizer, workers):
+    if workers == 1:
+        return InProcess(tokenizer)
+    return ProcessPoolExecutor(workers, get_context("spawn"), start_worker, (tokenizer.meta(), tokenizer.file))
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -306,39 +200,49 @@ def split_of(utf8, val_permille):
 
 
 class BinWriter:
-    """Appends ids to a file; an id that does not fit the dtype is an error, never wrapped round."""
+    """Appends ids to a file, from `tokens` ids on; an id that does not fit the dtype is an error, never wrapped round."""
 
-    def __init__(self, path, dtype):
-        self.file, self.dtype = open(path, "wb"), np.dtype(dtype)
-        self.hash, self.tokens, self.documents, self.max_id = hashlib.sha256(), 0, 0, -1
+    def __init__(self, path, dtype, tokens=0, documents=0, max_id=-1):
+        self.dtype = np.dtype(dtype)
+        self.tokens, self.documents, self.max_id = tokens, documents, max_id
+        self.file = open(path, "r+b" if tokens else "wb")
+        self.file.truncate(tokens * self.dtype.itemsize)
+        self.file.seek(0, os.SEEK_END)
 
-    def add(self, ids):
+    def add(self, ids, documents=1):
+        if not len(ids):
+            return
         top = int(ids.max())
         if top > np.iinfo(self.dtype).max:
             raise DataError(f"token id {top} does not fit {self.dtype}")
-        data = ids.astype(self.dtype).tobytes()
-        self.file.write(data)
-        self.hash.update(data)
-        self.tokens, self.documents, self.max_id = self.tokens + len(ids), self.documents + 1, max(self.max_id, top)
+        self.file.write(ids.astype(self.dtype).tobytes())
+        self.tokens, self.documents, self.max_id = self.tokens + len(ids), self.documents + documents, max(self.max_id, top)
 
-    def close(self):
-        """Flush to disk; -> the split's entry in meta.json."""
+    def sync(self):
+        """Put all on the disk."""
         self.file.flush()
         os.fsync(self.file.fileno())
-        self.file.close()
-        return {"tokens": self.tokens, "documents": self.documents, "max_id": self.max_id, "sha256": self.hash.hexdigest()}
+
+    def counts(self):
+        return {"tokens": self.tokens, "documents": self.documents, "max_id": self.max_id}
 
 
-def prepare(files, tokenizer, out, val_permille=10, text_key="text"):
-    """Write the folder `out` from files, in their order; -> its meta. An equal one that is there already is kept."""
+def prepare(files, tokenizer, out, val_permille=10, text_key="text", workers=1, limit_tokens=None, max_errors=0):
+    """
+    Write the folder `out` from files (or Sources), in their order; -> its meta. An equal one that is there already is kept, and
+    one that was interrupted is completed. More than max_errors documents that cannot be used are an error.
+    """
     out = Path(out)
-    settings = {"val_permille": val_permille, "text_key": text_key}
-    inputs = [{"path": str(p), "bytes": p.stat().st_size, "sha256": file_hash(p)} for p in files]
+    sources = list(files)
+    if not (sources and isinstance(sources[0], Source)):
+        sources = [Source("input", sources)]
+    settings = {"val_permille": val_permille, "text_key": text_key, "limit_tokens": limit_tokens}
     meta = {"format": FORMAT, "dtype": "uint16" if tokenizer.n_vocab <= 2 ** 16 else "uint32",
-            "tokenizer": tokenizer.meta(), "settings": settings, "inputs": inputs}
+            "tokenizer": tokenizer.meta(), "settings": settings,
+            "sources": [{"name": s.name, "weight": s.weight, "inputs": [fingerprint(p) for p in s.files]} for s in sources]}
     if (out / "meta.json").exists():
         old = read_meta(out)
-        changed = [key for key in meta if old.get(key) != meta[key]]
+        changed = [key for key in meta if without_counts(old.get(key)) != meta[key]]
         if changed:
             raise DataError(f"{out} was made from other {' and '.join(changed)}: choose another --out, or delete it first")
         print(f"{out} is there already, made from the same inputs")
@@ -347,43 +251,157 @@ def prepare(files, tokenizer, out, val_permille=10, text_key="text"):
         raise DataError(f"{out} exists and is no data folder: choose another --out")
 
     partial = out.with_name(out.name + ".partial")                         # renamed to `out` when complete
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
+    state = begun(partial, meta)
+    partial.mkdir(parents=True, exist_ok=True)
+    writers = {split: BinWriter(partial / f"{split}.bin", meta["dtype"], **state["splits"][split]) for split in SPLITS}
     try:
-        writers = {split: BinWriter(partial / f"{split}.bin", meta["dtype"]) for split in ("train", "val")}
-        empty = 0
-        with tqdm(total=sum(i["bytes"] for i in inputs), unit="B", unit_scale=True, desc="tokenize", mininterval=0.5,
-                  disable=None) as bar:
-            for path, info in zip(files, inputs):
-                for text in documents(path, text_key):
-                    utf8 = text.encode("utf-8")
-                    if not utf8:
-                        empty += 1
-                        continue
-                    ids = np.append(tokenizer.encode(text), np.uint32(tokenizer.eot))
-                    writers[split_of(utf8, val_permille)].add(ids)
-                bar.update(info["bytes"])
-        meta["splits"] = {split: writer.close() for split, writer in writers.items()}
-        meta["empty_documents"] = empty
-        for split, counts in meta["splits"].items():
-            if counts["tokens"] == 0:
-                others = sum(c["documents"] for c in meta["splits"].values())
-                raise DataError(f"no tokens written to {split}: the input has {others} documents that are not empty, and "
-                                f"val takes {val_permille} of 1000 by hash; add documents or change --val-permille")
-        if tokenizer.file is not None:
-            (partial / tokenizer.name).write_bytes(tokenizer.file)
-        (partial / "meta.json").write_text(json.dumps(meta, indent=1), encoding="utf-8")
-        if out.exists():
-            out.rmdir()
-        partial.rename(out)
-    except BaseException:
-        shutil.rmtree(partial, ignore_errors=True)
-        raise
-    for split, counts in meta["splits"].items():
-        print(f"{out}/{split}.bin: {counts['tokens']:,} tokens of {counts['documents']:,} documents ({meta['dtype']})")
-    print(f"tokenizer {tokenizer.name}: ids below {tokenizer.n_vocab:,}, largest used "
-          f"{max(c['max_id'] for c in meta['splits'].values()):,}; {empty} empty documents skipped")
+        write(sources, tokenizer, writers, partial, state, meta, workers, max_errors)
+    finally:
+        for writer in writers.values():
+            writer.file.close()
+        if not any(counts["tokens"] for counts in state["splits"].values()):
+            shutil.rmtree(partial)                                         # nothing to go on with
+    for split, counts in state["splits"].items():
+        if counts["tokens"] == 0:
+            others = sum(c["documents"] for c in state["splits"].values())
+            shutil.rmtree(partial, ignore_errors=True)
+            raise DataError(f"no tokens written to {split}: the input has {others} documents that are not empty, and "
+                            f"val takes {val_permille} of 1000 by hash; add documents or change --val-permille")
+    meta["splits"] = {split: counts | {"sha256": file_hash(partial / f"{split}.bin")} for split, counts in state["splits"].items()}
+    meta |= {"empty_documents": state["empty"], "bad_documents": state["bad"]}
+    for source, (_, _, size) in zip(meta["sources"], state["at"]):
+        source["text_bytes"] = size
+    if tokenizer.file is not None:
+        (partial / tokenizer.name).write_bytes(tokenizer.file)
+    (partial / "meta.json").write_text(json.dumps(meta, indent=1), encoding="utf-8")
+    (partial / "progress.json").unlink(missing_ok=True)
+    if out.exists():
+        out.rmdir()
+    partial.rename(out)
+    report(out, meta)
     return meta
+
+
+def without_counts(value):
+    """meta["sources"] as it was before anything was counted."""
+    if not isinstance(value, list):
+        return value
+    return [{key: v for key, v in source.items() if key != "text_bytes"} for source in value]
+
+
+def begun(partial, meta):
+    """How far the interrupted preparation in the folder `partial` is; the very start if there is none, or one of other inputs."""
+    start = {"meta": meta, "at": [[0, 0, 0]] * len(meta["sources"]), "empty": 0, "bad": 0,
+             "splits": {split: {"tokens": 0, "documents": 0, "max_id": -1} for split in SPLITS}}
+    try:
+        state = json.loads((partial / "progress.json").read_text(encoding="utf-8"))
+        size = np.dtype(meta["dtype"]).itemsize
+        fits = all((partial / f"{split}.bin").stat().st_size >= state["splits"][split]["tokens"] * size for split in SPLITS)
+        if state["meta"] == meta and fits:
+            print(f"going on with {partial}: {sum(c['tokens'] for c in state['splits'].values()):,} tokens are there")
+            return state
+    except (OSError, ValueError, KeyError, TypeError):
+        pass
+    shutil.rmtree(partial, ignore_errors=True)
+    return start
+
+
+def write(sources, tokenizer, writers, partial, state, meta, workers, max_errors):
+    """From where `state` is to the end of the input, or to limit_tokens. `state` and progress.json follow what is written."""
+    known = [i.get("bytes") for s in meta["sources"] for i in s["inputs"]]
+    total = sum(known) if None not in known else None
+    limit, permille = meta["settings"]["limit_tokens"], meta["settings"]["val_permille"]
+    encoders, waiting = pool(tokenizer, workers), deque()                  # (future, splits of its pieces, what comes after it)
+    saved = time.monotonic()
+
+    def finish(future, splits, ends, after):
+        """Write one batch; -> is the limit reached?"""
+        nonlocal saved
+        ids, lengths = future.result()
+        count = len(lengths)
+        if limit is not None:
+            room = limit - sum(w.tokens for w in writers.values())
+            reached = np.flatnonzero((np.cumsum(lengths) >= room) & ends)
+            count = int(reached[0]) + 1 if len(reached) else count
+        ids, splits, ends = ids[:lengths[:count].sum()], splits[:count], ends[:count]
+        of_id = np.repeat(splits, lengths[:count])
+        for number, split in enumerate(SPLITS):
+            writers[split].add(ids[of_id == number], int((ends & (splits == number)).sum()))
+        state.update(after, splits={split: writer.counts() for split, writer in writers.items()})
+        full = limit is not None and sum(w.tokens for w in writers.values()) >= limit
+        if full or time.monotonic() - saved > SAVE_EVERY:
+            save()
+            saved = time.monotonic()
+        return full
+
+    def save():
+        for writer in writers.values():
+            writer.sync()
+        temporary = partial / "progress.json.tmp"
+        temporary.write_text(json.dumps(state), encoding="utf-8")
+        os.replace(temporary, partial / "progress.json")
+
+    with tqdm(total=total, unit="B", unit_scale=True, desc="tokenize", mininterval=0.5, disable=None) as bar:
+        readers = [Reader(source, meta["settings"]["text_key"], at, bar.update) for source, at in zip(sources, state["at"])]
+        try:
+            full = False
+            for pieces, splits, after in batches(readers, tokenizer, permille, state, max_errors):
+                ends = np.array([last for _, last in pieces], dtype=bool)
+                waiting.append((encoders.submit(encode, pieces), np.array(splits, dtype=np.int64), ends, after))
+                if len(waiting) > (0 if workers == 1 else 2 * workers):
+                    if full := finish(*waiting.popleft()):
+                        break
+            while waiting and not full:
+                full = finish(*waiting.popleft())
+        except BrokenProcessPool:
+            raise DataError("a worker process died (killed, or out of memory): the same command goes on from where it was") from None
+        finally:
+            save()
+            encoders.shutdown(wait=True, cancel_futures=True)
+
+
+def batches(readers, tokenizer, permille, state, max_errors):
+    """([(text, last)], number of the split of each, the state after them), each about PIECE characters."""
+    pieces, splits, size, held = [], [], 0, []
+    empty, bad = state["empty"], state["bad"]
+
+    def after():
+        return {"at": [list(reader.at) for reader in readers], "empty": empty, "bad": bad}
+
+    for piece in mixed(readers):
+        if isinstance(piece, Bad):
+            bad += 1
+            if bad > max_errors:
+                hint = f" (number {bad}; --on-error skip --max-errors {max_errors})" if max_errors else "; --on-error skip passes over it"
+                raise DataError(piece.reason + hint)
+            print(f"skipped: {piece.reason}", file=sys.stderr)
+            continue
+        if not piece.text and piece.last and not held:
+            empty += 1
+            continue
+        if not (tokenizer.cuttable or piece.last):                    # whole documents alone keep its ids
+            held.append(piece.text)
+            continue
+        pieces.append(("".join([*held, piece.text]), piece.last))
+        splits.append(SPLITS.index(split_of(piece.digest, permille)))
+        size, held = size + len(piece.text), []
+        if size >= PIECE:
+            yield pieces, splits, after()
+            pieces, splits, size = [], [], 0
+    yield pieces, splits, after()
+
+
+def report(folder, meta):
+    for split, counts in meta["splits"].items():
+        print(f"{folder}/{split}.bin: {counts['tokens']:,} tokens of {counts['documents']:,} documents ({meta['dtype']})")
+    print(f"tokenizer {meta['tokenizer']['name']}: ids below {meta['tokenizer']['n_vocab']:,}, largest used "
+          f"{max(c['max_id'] for c in meta['splits'].values()):,}; {meta['empty_documents']} empty documents skipped"
+          + f", {meta['bad_documents']} bad ones" * (meta["bad_documents"] > 0))
+    taken = sum(source["text_bytes"] for source in meta["sources"])
+    for source in meta["sources"]:
+        if source["weight"] is not None:
+            print(f"  {source['name']}: {source['text_bytes']:,} bytes of text, {source['text_bytes'] / taken:.1%} (weight "
+                  f"{source['weight']:g})")
 
 
 def read_meta(folder):
@@ -439,25 +457,85 @@ class TokenBin:
         return restore_tokenizer(self.meta["tokenizer"], file.read_bytes() if file.is_file() else None)
 
 
+# ----------------------------------------------------------------------------------------------------------------------
+# looking at a folder
+
+
+def inspect(folder, samples=3, shown=200):
+    """Print what is in a data folder."""
+    meta = read_meta(folder)
+    report(folder, meta)
+    eot = meta["tokenizer"]["eot"]
+    for split in SPLITS:
+        data = TokenBin(folder, split)
+        tokenizer, lengths, before, open_length = data.tokenizer(), Counter(), -1, 0
+        starts = [0]
+        for at in range(0, data.n_tokens, 1 << 24):
+            ends = at + np.flatnonzero(np.asarray(data.tokens[at:at + (1 << 24)]) == eot)
+            lengths.update(np.log2(np.maximum(1, np.diff(np.concatenate(([before], ends))) - 1)).astype(int).tolist())
+            before = int(ends[-1]) if len(ends) else before
+            starts += (ends[:samples - len(starts)] + 1).tolist() if len(starts) < samples else []
+        print(f"\n{split}: length of documents in tokens, end of text not counted")
+        most = max(lengths.values())
+        for power in range(min(lengths), max(lengths) + 1):
+            print(f"  {2 ** power:>10,} - {2 ** (power + 1) - 1:<10,} {lengths[power]:>12,} {'#' * round(40 * lengths[power] / most)}")
+        for start in [s for s in starts if s < data.n_tokens]:
+            ids = np.asarray(data.tokens[start:start + shown])
+            stop = np.flatnonzero(ids == eot)
+            text = tokenizer.decode(ids[:stop[0]] if len(stop) else ids)
+            print(f"  token {start:,}: {text[:shown]!r}{'' if len(stop) else ' ...'}")
+    print(f"\nend of text: {eot}")
+
+
+def verify(folder):
+    """Compare a data folder with its meta.json: sizes, checksums, ids. DataError at the first difference."""
+    meta = read_meta(folder)
+    for split in SPLITS:
+        data = TokenBin(folder, split)                                     # its size
+        if data.tokenizer().n_vocab != meta["tokenizer"]["n_vocab"]:
+            raise DataError(f"{folder}: its tokenizer is not the one of meta.json")
+        top = max(int(data.tokens[at:at + (1 << 24)].max()) for at in range(0, data.n_tokens, 1 << 24))
+        if top != data.max_id or top >= meta["tokenizer"]["n_vocab"]:
+            raise DataError(f"{data.path}: its largest id is {top}; meta.json says {data.max_id}, of {meta['tokenizer']['n_vocab']}")
+        if file_hash(data.path) != data.sha256:
+            raise DataError(f"{data.path} has other contents than when it was written: delete {folder} and prepare it again")
+        print(f"{data.path}: {data.n_tokens:,} tokens, as written")
+
+
 def main(argv=None):
+    argv = sys.argv[1:] if argv is None else argv
+    if argv[:1] in (["inspect"], ["verify"]):
+        if len(argv) != 2:
+            raise DataError(f"python prepare_data.py {argv[0]} data/NAME")
+        return {"inspect": inspect, "verify": verify}[argv[0]](argv[1])
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--input", nargs="+", default=[], metavar="PATH", help=f"files or folders: {', '.join(SUFFIXES)}")
+    parser.add_argument("--input", nargs="+", default=[], metavar="PATH", help=f"files, folders or patterns: {KNOWN}; hf:org/name")
+    parser.add_argument("--source", action="append", default=[], metavar="NAME=PATH[,PATH...]:WEIGHT",
+                        help="several inputs, mixed by weight (bytes of text) until the first is exhausted")
     parser.add_argument("--demo", action="store_true", help="the Python standard library's sources as input")
     parser.add_argument("--tokenizer", default="byte", help="byte (default), a tiktoken encoding, or a tokenizer file")
     parser.add_argument("--split-pattern", help=f"of a .tiktoken file: {', '.join(SPLIT_PATTERNS)}, or a regex")
     parser.add_argument("--out", help="folder to write (default with --demo: data/demo)")
-    parser.add_argument("--text-key", default="text", help="of .jsonl rows (default: text)")
+    parser.add_argument("--text-key", default="text", help="of .jsonl and .parquet rows (default: text)")
     parser.add_argument("--val-permille", type=int, default=10, help="documents of 1000 held out (default: 10)")
+    parser.add_argument("--limit-tokens", type=int, help="stop after the document that reaches so many tokens")
+    parser.add_argument("--workers", type=int, default=os.cpu_count() or 1, help="processes that tokenize (default: all cores)")
+    parser.add_argument("--on-error", choices=["stop", "skip"], default="stop", help="of documents that cannot be used")
+    parser.add_argument("--max-errors", type=int, default=1000, help="with --on-error skip: more than so many end it (default: 1000)")
     args = parser.parse_args(argv)
-    if args.demo == bool(args.input):
-        parser.error("give either --demo or --input FILES_OR_DIRS")
+    if bool(args.demo) + bool(args.input) + bool(args.source) != 1:
+        parser.error("give one of --demo, --input FILES_OR_DIRS and --source NAME=PATHS:WEIGHT")
     if not args.demo and not args.out:
         parser.error("--out is missing: the folder to write, such as data/NAME")
     if not 0 < args.val_permille < 1000:
         parser.error(f"--val-permille must be between 1 and 999, not {args.val_permille}")
+    for name in ("workers", "limit_tokens"):
+        if getattr(args, name) is not None and getattr(args, name) < 1:
+            parser.error(f"--{name.replace('_', '-')} must be at least 1, not {getattr(args, name)}")
     tokenizer = load_tokenizer(args.tokenizer, args.split_pattern)
-    files = demo_files() if args.demo else find_files(args.input)
-    prepare(files, tokenizer, args.out or "data/demo", args.val_permille, args.text_key)
+    inputs = demo_files() if args.demo else [parse_source(s) for s in args.source] or find_files(args.input)
+    prepare(inputs, tokenizer, args.out or "data/demo", args.val_permille, args.text_key, args.workers, args.limit_tokens,
+            args.max_errors if args.on_error == "skip" else 0)
 
 
 if __name__ == "__main__":
@@ -465,3 +543,5 @@ if __name__ == "__main__":
         main()
     except (DataError, OSError) as e:
         sys.exit(f"prepare_data.py: {e}")
+    except KeyboardInterrupt:
+        sys.exit("prepare_data.py: interrupted; the same command goes on from where it was")

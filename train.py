@@ -42,10 +42,10 @@ from tqdm import tqdm
 
 from body import LOGITS_AT_ONCE, MoE
 from checkpoints import MOMENTS, file_of, read, restore, save_checkpoint, write_atomically
-from errors import ConfigError, RunError, nearest
+from errors import ConfigError, DataError, RunError, nearest
 from eval import batch, choose_device, choose_kernels, val_windows, window_losses
 from model import GPT, ModelConfig
-from prepare_data import DataError, TokenBin
+from prepare_data import TokenBin
 from route_kernels import RUNGS
 
 
@@ -72,6 +72,7 @@ class TrainConfig:
     save_interval: int = 1000             # steps
     keep_last: int = 2                    # numbered checkpoints kept, beside best.pt and latest.pt
     log_interval: int = 10                # steps
+    doc_mask: bool = False                # attention ends at document borders, and positions start anew
     seed: int = 1337                      # data order and dropout
     init_seed: int = 1337                 # weights
     device: str = "auto"                  # auto, cpu, cuda, mps
@@ -521,7 +522,9 @@ def run(config, model_config, flat, processes, argv):
     # ---- model, optimizer, state
     model = GPT(model_config, config.init_seed, choose_kernels(config.kernels, device, dtype, model_config))
     cast_parameters(model.to(device), config.param_dtype)
+    tokenizer = train_data.tokenizer()
     model.compute_dtype, model.checkpoint = dtype, config.checkpoint == "sublayer"
+    model.eot = tokenizer.eot if config.doc_mask else None
     sharded = config.parallel == "fsdp" and processes.control is not None
     if sharded:
         shard(model, device, world, dtype)
@@ -563,7 +566,6 @@ def run(config, model_config, flat, processes, argv):
     # ---- say what runs
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
     peak = peak_flops(name, dtype)
-    tokenizer = train_data.tokenizer()
     if first_rank:
         show(flat)
         say(model.describe().splitlines()[0])

@@ -62,7 +62,8 @@ def gradients(model, output, cotangent=None):
 
 def write_corpus(folder, n_documents=120):
     """A data folder of byte tokens made from pseudo-random words, the same on every machine; about 40,000 tokens."""
-    from prepare_data import load_tokenizer, prepare
+    from prepare_data import prepare
+    from tokenizer import load_tokenizer
     rng, words = random.Random(0), "depth site source query key value head block stream gate sum mean norm read".split()
     files = []
     for i in range(n_documents):

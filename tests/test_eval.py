@@ -21,7 +21,9 @@ from bpe import SOURCES, save_bpe
 from eval import choose_device, main, text_losses, val_windows, window_losses
 from helpers import random_model, tiny_config, tokens
 from model import GPT, PATHWAYS, ConfigError, load_checkpoint
-from prepare_data import DataError, TokenBin, load_tokenizer, prepare
+from errors import DataError
+from prepare_data import TokenBin, prepare
+from tokenizer import load_tokenizer
 
 ROOT = Path(__file__).parents[1]
 T = 16                                                                     # seq_len of tiny_config

@@ -13,7 +13,7 @@ from model import GPT, ConfigError, Context
 from test_pathways import normal
 
 SPARSE = dict(moe_n_expert=5, moe_top_k=2, moe_d_ff=16, moe_n_shared=1)
-CONTEXT = Context(None, None, None, {})
+CONTEXT = Context(None, None, aux={})
 
 
 def random_moe(**kw):

@@ -1,6 +1,7 @@
 """Text -> bins: tokenizers against Hugging Face's library, documents, the split, bins, command line."""
 
 import base64
+import gzip
 import json
 import os
 import pickle
@@ -19,9 +20,12 @@ import tokenizers
 from requests.exceptions import ConnectionError
 
 import prepare_data
+import tokenizer as tokenizer_file
 from bpe import train_bpe
-from prepare_data import (SPLIT_PATTERNS, BinWriter, DataError, TokenBin, demo_files, documents, find_files,
-                          load_tokenizer, main, prepare, restore_tokenizer, split_of)
+from documents import Bad, digest, documents, find_files
+from errors import DataError
+from prepare_data import BinWriter, TokenBin, demo_files, main, prepare, split_of
+from tokenizer import SPLIT_PATTERNS, load_tokenizer, restore_tokenizer
 
 ROOT = Path(__file__).parents[1]
 SOURCES = sorted([*ROOT.glob("*.py"), *ROOT.glob("tests/*.py"), *ROOT.glob("*.md")])
@@ -83,12 +87,21 @@ def corpus(tmp_path):
     return go
 
 
+def write_texts(folder, n=40):
+    """n short documents, so that neither split is empty."""
+    paths = [folder / f"short{i}.txt" for i in range(n)]
+    for i, path in enumerate(paths):
+        path.write_text(f"short {i}")
+    return paths
+
+
 def prepared(files, out, tokenizer=None, val_permille=200, **kw):
     return prepare(files, tokenizer or load_tokenizer("byte"), out, val_permille, **kw)
 
 
 def run(*arguments):
-    main([str(a) for a in arguments])
+    """In this process, which knows what is monkeypatched."""
+    main([str(a) for a in arguments] + ["--workers", "1"])
 
 
 def texts_of(folder, *splits):
@@ -324,9 +337,9 @@ def test_a_long_run_of_white_space(edited, piece):
 
 def test_only_long_runs_of_white_space_are_cut():
     text = "a b  c   d" * 3 + "     e "
-    assert list(prepare_data.parts(text, 3)) == ["a b  c   d" * 3 + "   ", "  e "]
-    assert prepare_data.parts(text, 5) == prepare_data.parts(text, 10**6) == [text]
-    assert prepare_data.parts("", 3) == [""]
+    assert list(tokenizer_file.parts(text, 3)) == ["a b  c   d" * 3 + "   ", "  e "]
+    assert tokenizer_file.parts(text, 5) == tokenizer_file.parts(text, 10**6) == [text]
+    assert tokenizer_file.parts("", 3) == [""]
 
 
 # ---- documents
@@ -360,8 +373,8 @@ def test_all_kinds_of_files(tmp_path):
 def test_byte_order_mark_is_no_text(tmp_path):
     (tmp_path / "a.txt").write_bytes(b"\xef\xbb\xbfhello")
     (tmp_path / "b.jsonl").write_bytes(b'\xef\xbb\xbf{"text": "one"}\n{"text": "two"}\n')
-    assert list(documents(tmp_path / "a.txt", "text")) == ["hello"]
-    assert list(documents(tmp_path / "b.jsonl", "text")) == ["one", "two"]
+    assert [piece.text for piece in documents(tmp_path / "a.txt", "text")] == ["hello"]
+    assert [piece.text for piece in documents(tmp_path / "b.jsonl", "text")] == ["one", "two"]
 
 
 @pytest.mark.parametrize("line, words", [
@@ -410,7 +423,7 @@ def test_empty_input_leaves_no_bin(corpus, tmp_path, texts):
 
 
 @pytest.mark.parametrize("name, words", [
-    ("missing.txt", "no such file or folder"), ("empty_dir", "holds no .txt, .md, .py, .jsonl"),
+    ("missing.txt", "no such file or folder"), ("empty_dir", "holds no .txt, .md, source code, .jsonl"),
     ("image.png", "cannot read .png; known: .txt"), ("README", "files without an ending")])
 def test_inputs_that_cannot_be_used(tmp_path, name, words):
     (tmp_path / "empty_dir").mkdir()
@@ -426,16 +439,22 @@ def test_each_file_once_in_a_fixed_order(corpus, tmp_path):
     assert find_files([files[1], tmp_path, files[0]]) == [files[1], files[0]]
 
 
-def test_rows_are_read_one_at_a_time(tmp_path):
-    path = tmp_path / "large.jsonl"
-    with path.open("w") as f:
-        for i in range(1600):
-            f.write(json.dumps({"text": f"{i} " * 2000}) + "\n")
-    tracemalloc.start()
-    prepared([path], tmp_path / "out")
-    peak = tracemalloc.get_traced_memory()[1]
-    tracemalloc.stop()
-    assert peak < path.stat().st_size / 3
+@pytest.mark.parametrize("ending", [".jsonl", ".txt", ".jsonl.gz"])
+def test_memory_does_not_grow_with_the_input(tmp_path, ending):
+    """Rows of a file, and one document of 12 MB and of 48 MB."""
+    peaks = []
+    for size in (12, 48):
+        path = tmp_path / f"{size}{ending}"
+        write_text = gzip.open if ending.endswith(".gz") else open
+        with write_text(path, "wt") as f:
+            for i in range(size * 100):
+                text = f"{i} " * 2000 + "\nline"
+                f.write(json.dumps({"text": text}) + "\n" if "json" in ending else text)
+        tracemalloc.start()
+        prepared([path, *write_texts(tmp_path)], tmp_path / f"out{size}")
+        peaks.append(tracemalloc.get_traced_memory()[1])
+        tracemalloc.stop()
+    assert peaks[1] < 1.2 * peaks[0] < 90e6
 
 
 def test_demo(monkeypatch, tmp_path):
@@ -455,6 +474,10 @@ def test_demo(monkeypatch, tmp_path):
 # ---- the split
 
 
+def key(text):
+    return digest(text.encode()).digest()
+
+
 def test_split_is_by_document_and_copies_land_on_one_side(corpus, tmp_path):
     texts = [f"word{i} " * 200 for i in range(50)] * 2
     meta = prepared(corpus(texts), tmp_path / "out", val_permille=300)
@@ -462,11 +485,11 @@ def test_split_is_by_document_and_copies_land_on_one_side(corpus, tmp_path):
     assert sorted(train + val) == sorted(texts) and not set(train) & set(val)
     assert meta["splits"]["val"]["documents"] == len(val) > 0
     for split, side in (("train", train), ("val", val)):
-        assert {split_of(t.encode(), 300) for t in side} == {split}
+        assert {split_of(key(t), 300) for t in side} == {split}
 
 
 def test_share_of_val():
-    texts = [f"text {i}".encode() for i in range(20_000)]
+    texts = [key(f"text {i}") for i in range(20_000)]
     for permille in (10, 200):
         assert sum(split_of(t, permille) == "val" for t in texts) / 20_000 == pytest.approx(permille / 1000, rel=0.2)
 
@@ -481,7 +504,7 @@ def test_adding_files_moves_no_document(corpus, tmp_path):
 
 @pytest.mark.parametrize("permille, empty", [(1, "val"), (999, "train")])
 def test_an_empty_side_is_refused_at_preparation(corpus, tmp_path, permille, empty):
-    text = next(t for t in map(str, range(99)) if split_of(t.encode(), permille) != empty)
+    text = next(t for t in map(str, range(99)) if split_of(key(t), permille) != empty)
     files = corpus([text])
     with pytest.raises(DataError, match=f"no tokens written to {empty}: the input has 1 documents .* --val-permille"):
         prepared(files, tmp_path / "out", val_permille=permille)
@@ -507,7 +530,9 @@ def test_an_id_that_does_not_fit_is_an_error(tmp_path):
     with pytest.raises(DataError, match="token id 65536 does not fit uint16"):
         writer.add(np.array([1, 65536], dtype=np.uint32))
     writer.add(np.array([7], dtype=np.uint32))
-    counts = writer.close()
+    writer.sync()
+    counts = writer.counts()
+    assert (tmp_path / "a.bin").stat().st_size == 6
     assert (counts["tokens"], counts["documents"], counts["max_id"]) == (3, 2, 65535)
 
 
@@ -515,7 +540,8 @@ def test_ids_above_16_bits_come_back(tmp_path):
     ids = np.array([65535, 65536, 151643], dtype=np.uint32)
     writer = BinWriter(tmp_path / "train.bin", "uint32")
     writer.add(ids)
-    write_meta(tmp_path, writer.close()["tokens"], "uint32", 151643)
+    writer.sync()
+    write_meta(tmp_path, writer.tokens, "uint32", 151643)
     assert TokenBin(tmp_path, "train").windows([0], 2).tolist() == [ids.tolist()]
 
 
@@ -611,7 +637,9 @@ def test_meta_tells_what_the_bins_hold(corpus, tmp_path):
     meta = prepared(files, tmp_path / "out")
     assert json.loads((tmp_path / "out" / "meta.json").read_text()) == meta
     assert meta["tokenizer"]["n_vocab"] == 257 and meta["tokenizer"]["eot"] == 256
-    assert [i["path"] for i in meta["inputs"]] == [str(p) for p in files]
+    (source,) = meta["sources"]
+    assert [i["path"] for i in source["inputs"]] == [str(p) for p in files]
+    assert source["text_bytes"] == sum(p.stat().st_size for p in files) and source["weight"] is None
     for split, counts in meta["splits"].items():
         data = TokenBin(tmp_path / "out", split)
         assert counts["tokens"] == len(data.tokens) and counts["documents"] == len(texts_of(tmp_path / "out", split))
@@ -632,13 +660,13 @@ def test_other_inputs_over_a_folder_are_refused(corpus, named, tmp_path):
     files = corpus()
     prepared(files, tmp_path / "out")
     before = (tmp_path / "out" / "train.bin").read_bytes()
-    cases = {"inputs": dict(files=files[1:]), "settings": dict(files=files, val_permille=300),
+    cases = {"sources": dict(files=files[1:]), "settings": dict(files=files, val_permille=300),
              "dtype and tokenizer": dict(files=files, tokenizer=named(70_000))}
     for what, changed in cases.items():
         with pytest.raises(DataError, match=f"was made from other {what}: choose another --out, or delete it first"):
             prepared(out=tmp_path / "out", **changed)
     files[3].write_text("document number 3 of Many", encoding="utf-8")    # as long as before
-    with pytest.raises(DataError, match="was made from other inputs"):
+    with pytest.raises(DataError, match="was made from other sources"):
         prepared(files, tmp_path / "out")
     assert (tmp_path / "out" / "train.bin").read_bytes() == before
 
@@ -734,7 +762,9 @@ def test_refusals_are_one_line(tmp_path):
 
 
 @pytest.mark.parametrize("arguments, words", [
-    ([], "give either --demo or --input"), (["--demo", "--input", "a.txt"], "give either --demo or --input"),
+    ([], "give one of --demo, --input"), (["--demo", "--input", "a.txt"], "give one of --demo, --input"),
+    (["--input", "a.txt", "--source", "a=b:1"], "give one of --demo, --input"),
+    (["--demo", "--workers", "0"], "--workers must be at least 1, not 0"), (["--demo", "--limit-tokens", "0"], "--limit-tokens must be"),
     (["--input", "a.txt"], "--out is missing"), (["--demo", "--val-permille", "0"], "between 1 and 999, not 0"),
     (["--demo", "--val-permille", "1000"], "between 1 and 999, not 1000")])
 def test_bad_arguments(arguments, words, capsys):

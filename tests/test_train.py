@@ -21,7 +21,7 @@ from bench import saved_bytes
 from checkpoints import load_checkpoint, read
 from helpers import write_corpus
 from model import GPT, PATHWAYS, ConfigError, ModelConfig
-from prepare_data import DataError
+from errors import DataError
 from train import RunError, TrainConfig, learning_rate, load_config, shuffled, windows_of_step
 
 ROOT = Path(__file__).parents[1]
