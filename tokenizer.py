@@ -21,6 +21,10 @@ SPLIT_PATTERNS = {                        # how text is cut before byte pairs ar
     "qwen": r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*"
             r"|\s*[\r\n]+|\s+(?!\S)|\s+",
 }
+HUB = {                                   # name: repository of its tokenizer.json, and `sha256` of the Tokenizer made of that
+    "qwen3": ("Qwen/Qwen3-0.6B", "b9f4d080310f1cedfe3965004c27865a907e96ee922ad40e384b617a26031646"),
+}
+KEPT = Path(__file__).parent / "data" / "tokenizers"                      # where the files of HUB are
 END_OF_TEXT = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>")       # the added token taken as end of text, in order
 
 
@@ -79,7 +83,7 @@ def parts(text, limit=500_000):
 
 def load_tokenizer(name, split_pattern=None, file=None):
     """
-    The tokenizer called `name`: "byte", an encoding of tiktoken's, or the path of a Hugging Face tokenizer.json
+    The tokenizer called `name`: "byte", an encoding of tiktoken's, a key of HUB, or the path of a Hugging Face tokenizer.json
     (byte-level BPE) or of a .tiktoken ranks file, which needs `split_pattern` (a key of SPLIT_PATTERNS or a regex).
     `file` gives the bytes of such a file where it is not on disk (they are kept in checkpoints).
     """
@@ -93,10 +97,16 @@ def load_tokenizer(name, split_pattern=None, file=None):
                             f"({type(e).__name__}): set TIKTOKEN_CACHE_DIR to a folder that holds it, or use "
                             "--tokenizer byte or a local tokenizer.json") from None
         return Tokenizer(name, encoding.n_vocab, encoding.eot_token, encoding_hash(encoding), encoding)
+    if name in HUB:
+        tokenizer = load_tokenizer(fetched(name))
+        if tokenizer.sha256 != HUB[name][1]:
+            raise DataError(f"{KEPT / name / 'tokenizer.json'} is not the tokenizer of {HUB[name][0]}, or is damaged: delete it, or "
+                            "give its path to use it all the same")
+        return tokenizer
     path = Path(name)
     if file is None:
         if not path.is_file() or path.suffix not in (".json", ".tiktoken"):
-            raise DataError(f"unknown tokenizer {name!r}: byte, {', '.join(tiktoken.list_encoding_names())}, "
+            raise DataError(f"unknown tokenizer {name!r}: byte, {', '.join([*HUB, *tiktoken.list_encoding_names()])}, "
                             "or the path of a tokenizer.json or .tiktoken file")
         file = path.read_bytes()
     try:
@@ -108,6 +118,19 @@ def load_tokenizer(name, split_pattern=None, file=None):
         raise DataError(f"{path} is not a tokenizer file that can be read ({type(e).__name__}: {e})") from None
     return Tokenizer("tokenizer" + path.suffix, encoding.max_token_value + 1, eot, encoding_hash(encoding, normalize), encoding,
                      normalize, file, split_pattern)
+
+
+def fetched(name):
+    """The path of the tokenizer.json of a key of HUB, from the hub if it is not there yet."""
+    path = KEPT / name / "tokenizer.json"
+    if not path.exists():
+        try:
+            from huggingface_hub import hf_hub_download
+            hf_hub_download(HUB[name][0], path.name, local_dir=path.parent)
+        except Exception as e:                                            # the package, the network, the hub
+            raise DataError(f"tokenizer {name!r} is not at {path} and cannot be fetched ({type(e).__name__}): put the tokenizer.json "
+                            f"of {HUB[name][0]} there, or pip install -e .[hf]") from None
+    return str(path)
 
 
 def restore_tokenizer(meta, file=None):

@@ -287,6 +287,28 @@ def test_encoding_that_cannot_be_fetched(monkeypatch, tmp_path, read_file, cache
     assert "\n" not in str(e.value)
 
 
+def test_qwen3_is_fetched_once_and_checked(trained_ones, edited, monkeypatch, tmp_path):
+    """From a hub of our own; then from where it was put; and refused when it is another file."""
+    import huggingface_hub
+    toy, calls = edited(kind="qwen"), []
+
+    def download(repository, name, local_dir):
+        calls.append(repository)
+        local_dir.mkdir(parents=True)
+        (local_dir / name).write_bytes(toy.read_bytes())
+
+    monkeypatch.setattr(tokenizer_file, "KEPT", tmp_path / "kept")
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", download)
+    with pytest.raises(DataError, match="kept/qwen3/tokenizer.json is not the tokenizer of Qwen/Qwen3-0.6B, or is damaged"):
+        load_tokenizer("qwen3")
+    monkeypatch.setitem(tokenizer_file.HUB, "qwen3", ("Qwen/Qwen3-0.6B", load_tokenizer(str(toy)).sha256))
+    assert load_tokenizer("qwen3").n_vocab == trained_ones["qwen"].get_vocab_size() and calls == ["Qwen/Qwen3-0.6B"]
+    monkeypatch.setattr(tokenizer_file, "KEPT", tmp_path / "elsewhere")
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", lambda *a, **kw: unreachable("hub"))
+    with pytest.raises(DataError, match="not at .*elsewhere/qwen3/tokenizer.json and cannot be fetched .*put the tokenizer.json of Qwen"):
+        load_tokenizer("qwen3")
+
+
 def test_a_changed_tokenizer_file_is_noticed(edited, corpus, tmp_path):
     run("--input", *corpus(), "--tokenizer", edited(), "--out", tmp_path / "out", "--val-permille", 200)
     data = TokenBin(tmp_path / "out", "train")
