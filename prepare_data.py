@@ -74,8 +74,8 @@ def parse_source(text):
 
 class Reader:
     """
-    The pieces of a source, from a position on: [number of the file, pieces of it that are done, bytes of text so far].
-    `at` is the position after the last piece taken.
+    The pieces of a source, from a position on: [number of the file, pieces of it that are done, bytes of text so far, is that
+    inside of a document]. `at` is the position after the last piece taken.
     """
 
     def __init__(self, source, text_key, at, tick):
@@ -95,7 +95,7 @@ class Reader:
         """The next piece, or None at the end."""
         piece = next(self.pieces, None)
         if isinstance(piece, Piece):
-            self.at[2] += len(piece.text.encode("utf-8"))
+            self.at[2:] = self.at[2] + len(piece.text.encode("utf-8")), not piece.last
         return piece
 
 
@@ -110,7 +110,7 @@ def mixed(readers):
                 yield piece
         return
     while True:
-        reader = min(readers, key=lambda r: r.at[2] / r.source.weight)
+        reader = min(readers, key=lambda r: (not r.at[3], r.at[2] / r.source.weight))      # first the one inside of a document
         while (piece := reader.take()) is not None:
             yield piece
             if isinstance(piece, Bad) or piece.last:
@@ -239,7 +239,8 @@ def prepare(files, tokenizer, out, val_permille=10, text_key="text", workers=1, 
     settings = {"val_permille": val_permille, "text_key": text_key, "limit_tokens": limit_tokens}
     meta = {"format": FORMAT, "dtype": "uint16" if tokenizer.n_vocab <= 2 ** 16 else "uint32",
             "tokenizer": tokenizer.meta(), "settings": settings,
-            "sources": [{"name": s.name, "weight": s.weight, "inputs": [fingerprint(p) for p in s.files]} for s in sources]}
+            "sources": [{"name": s.name, "weight": s.weight, "inputs": [fingerprint(p) for p in tqdm(
+                s.files, desc=f"checksums of {s.name}", unit="file", disable=None, leave=False)]} for s in sources]}
     if (out / "meta.json").exists():
         old = read_meta(out)
         changed = [key for key in meta if without_counts(old.get(key)) != meta[key]]
@@ -269,7 +270,7 @@ def prepare(files, tokenizer, out, val_permille=10, text_key="text", workers=1, 
                             f"val takes {val_permille} of 1000 by hash; add documents or change --val-permille")
     meta["splits"] = {split: counts | {"sha256": file_hash(partial / f"{split}.bin")} for split, counts in state["splits"].items()}
     meta |= {"empty_documents": state["empty"], "bad_documents": state["bad"]}
-    for source, (_, _, size) in zip(meta["sources"], state["at"]):
+    for source, (_, _, size, _) in zip(meta["sources"], state["at"]):
         source["text_bytes"] = size
     if tokenizer.file is not None:
         (partial / tokenizer.name).write_bytes(tokenizer.file)
@@ -291,7 +292,7 @@ def without_counts(value):
 
 def begun(partial, meta):
     """How far the interrupted preparation in the folder `partial` is; the very start if there is none, or one of other inputs."""
-    start = {"meta": meta, "at": [[0, 0, 0]] * len(meta["sources"]), "empty": 0, "bad": 0,
+    start = {"meta": meta, "at": [[0, 0, 0, False]] * len(meta["sources"]), "empty": 0, "bad": 0,
              "splits": {split: {"tokens": 0, "documents": 0, "max_id": -1} for split in SPLITS}}
     try:
         state = json.loads((partial / "progress.json").read_text(encoding="utf-8"))
@@ -344,8 +345,8 @@ def write(sources, tokenizer, writers, partial, state, meta, workers, max_errors
     with tqdm(total=total, unit="B", unit_scale=True, desc="tokenize", mininterval=0.5, disable=None) as bar:
         readers = [Reader(source, meta["settings"]["text_key"], at, bar.update) for source, at in zip(sources, state["at"])]
         try:
-            full = False
-            for pieces, splits, after in batches(readers, tokenizer, permille, state, max_errors):
+            full = limit is not None and sum(w.tokens for w in writers.values()) >= limit  # of a run that ended just then
+            for pieces, splits, after in () if full else batches(readers, tokenizer, permille, state, max_errors):
                 ends = np.array([last for _, last in pieces], dtype=bool)
                 waiting.append((encoders.submit(encode, pieces), np.array(splits, dtype=np.int64), ends, after))
                 if len(waiting) > (0 if workers == 1 else 2 * workers):

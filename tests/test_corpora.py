@@ -366,6 +366,49 @@ def test_sources_are_mixed_by_weight(tmp_path, capsys, monkeypatch):
     assert set(order[:30]) == {0, 1, 2}                                    # mixed throughout, not one after another
 
 
+def test_a_mixture_goes_on_inside_of_a_long_document(tmp_path, monkeypatch):
+    monkeypatch.setattr(documents_file, "PIECE", 300)
+    monkeypatch.setattr(prepare_data, "PIECE", 300)
+    (tmp_path / "long.jsonl").write_bytes(jsonl([long_text(i, 3000) for i in range(6)]))
+    (tmp_path / "short.jsonl").write_bytes(jsonl(rows(600)))
+    sources = [Source("long", [tmp_path / "long.jsonl"], 0.5), Source("short", [tmp_path / "short.jsonl"], 0.5)]
+    prepare(sources, BYTE, tmp_path / "whole", 300)
+    encode, calls = prepare_data.encode, []
+
+    def failing(pieces, tokenizer):
+        calls.append(1)
+        if len(calls) % 7 == 0:
+            raise KeyboardInterrupt
+        return encode(pieces, tokenizer)
+
+    monkeypatch.setattr(prepare_data, "encode", failing)
+    while not (tmp_path / "out").exists():
+        try:
+            prepare(sources, BYTE, tmp_path / "out", 300)
+        except KeyboardInterrupt:
+            pass
+    assert len(calls) > 50
+    same_folders(tmp_path / "whole", tmp_path / "out")
+
+
+def test_a_limit_that_was_reached_stays_reached(many, tmp_path, monkeypatch):
+    """Killed between the last token and the folder's name."""
+    hash_of = prepare_data.file_hash
+
+    def failing(path):
+        if path.suffix == ".bin":
+            raise KeyboardInterrupt
+        return hash_of(path)
+
+    monkeypatch.setattr(prepare_data, "file_hash", failing)
+    with pytest.raises(KeyboardInterrupt):
+        prepare(find_files([many]), BYTE, tmp_path / "out", 200, limit_tokens=3000)
+    monkeypatch.setattr(prepare_data, "file_hash", hash_of)
+    prepare(find_files([many]), BYTE, tmp_path / "out", 200, limit_tokens=3000)
+    prepare(find_files([many]), BYTE, tmp_path / "whole", 200, limit_tokens=3000)
+    same_folders(tmp_path / "whole", tmp_path / "out")
+
+
 @pytest.mark.parametrize("wrong", ["web", "web=", "web=a.txt", "web=a.txt:0", "web=a.txt:x", "=a.txt:1", "web=a.txt:-1", "web=a.txt:inf"])
 def test_sources_that_cannot_be_read(wrong):
     with pytest.raises(DataError, match="write NAME=PATH.*:WEIGHT"):
