@@ -393,6 +393,7 @@ def test_a_mixture_goes_on_inside_of_a_long_document(tmp_path, monkeypatch):
 
 def test_a_limit_that_was_reached_stays_reached(many, tmp_path, monkeypatch):
     """Killed between the last token and the folder's name."""
+    monkeypatch.setattr(prepare_data, "PIECE", 1000)
     hash_of = prepare_data.file_hash
 
     def failing(path):
