@@ -147,9 +147,12 @@ def fingerprint(path):
     return {"path": path} if isinstance(path, str) else {"path": str(path), "bytes": path.stat().st_size, "sha256": file_hash(path)}
 
 
-def split_of(digest, val_permille):
-    """ "val" for about val_permille of 1000 documents, by the hash of the text alone."""
-    return "val" if int.from_bytes(digest, "big") % 1000 < val_permille else "train"
+def split_of(digest, val_permille, seed=0):
+    """
+    "val" for about val_permille of 1000 documents, by the hash of the text alone. Seeds 0, 1, 2, .. hold out different
+    documents, none of them twice until all have been.
+    """
+    return "val" if (int.from_bytes(digest, "big") + seed * val_permille) % 1000 < val_permille else "train"
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -227,7 +230,7 @@ class BinWriter:
         return {"tokens": self.tokens, "documents": self.documents, "max_id": self.max_id}
 
 
-def prepare(files, tokenizer, out, val_permille=10, text_key="text", workers=1, limit_tokens=None, max_errors=0):
+def prepare(files, tokenizer, out, val_permille=10, text_key="text", workers=1, limit_tokens=None, max_errors=0, seed=0):
     """
     Write the folder `out` from files (or Sources), in their order; -> its meta. An equal one that is there already is kept, and
     one that was interrupted is completed. More than max_errors documents that cannot be used are an error.
@@ -236,7 +239,7 @@ def prepare(files, tokenizer, out, val_permille=10, text_key="text", workers=1, 
     sources = list(files)
     if not (sources and isinstance(sources[0], Source)):
         sources = [Source("input", sources)]
-    settings = {"val_permille": val_permille, "text_key": text_key, "limit_tokens": limit_tokens}
+    settings = {"val_permille": val_permille, "seed": seed, "text_key": text_key, "limit_tokens": limit_tokens}
     meta = {"format": FORMAT, "dtype": "uint16" if tokenizer.n_vocab <= 2 ** 16 else "uint32",
             "tokenizer": tokenizer.meta(), "settings": settings,
             "sources": [{"name": s.name, "weight": s.weight, "inputs": [fingerprint(p) for p in tqdm(
@@ -311,9 +314,10 @@ def write(sources, tokenizer, writers, partial, state, meta, workers, max_errors
     """From where `state` is to the end of the input, or to limit_tokens. `state` and progress.json follow what is written."""
     known = [i.get("bytes") for s in meta["sources"] for i in s["inputs"]]
     total = sum(known) if None not in known else None
-    limit, permille = meta["settings"]["limit_tokens"], meta["settings"]["val_permille"]
+    settings = meta["settings"]
+    limit, text_before = settings["limit_tokens"], sum(at[2] for at in state["at"])
     encoders, waiting = pool(tokenizer, workers), deque()                  # (future, splits of its pieces, what comes after it)
-    saved = time.monotonic()
+    saved = begin = time.monotonic()
 
     def finish(future, splits, ends, after):
         """Write one batch; -> is the limit reached?"""
@@ -343,10 +347,10 @@ def write(sources, tokenizer, writers, partial, state, meta, workers, max_errors
         os.replace(temporary, partial / "progress.json")
 
     with tqdm(total=total, unit="B", unit_scale=True, desc="tokenize", mininterval=0.5, disable=None) as bar:
-        readers = [Reader(source, meta["settings"]["text_key"], at, bar.update) for source, at in zip(sources, state["at"])]
+        readers = [Reader(source, settings["text_key"], at, bar.update) for source, at in zip(sources, state["at"])]
         try:
             full = limit is not None and sum(w.tokens for w in writers.values()) >= limit  # of a run that ended just then
-            for pieces, splits, after in () if full else batches(readers, tokenizer, permille, state, max_errors):
+            for pieces, splits, after in () if full else batches(readers, tokenizer, settings, state, max_errors):
                 ends = np.array([last for _, last in pieces], dtype=bool)
                 waiting.append((encoders.submit(encode, pieces), np.array(splits, dtype=np.int64), ends, after))
                 if len(waiting) > (0 if workers == 1 else 2 * workers):
@@ -359,9 +363,11 @@ def write(sources, tokenizer, writers, partial, state, meta, workers, max_errors
         finally:
             save()
             encoders.shutdown(wait=True, cancel_futures=True)
+    seconds, text = time.monotonic() - begin, sum(at[2] for at in state["at"]) - text_before
+    print(f"{text / 1e6:,.1f} MB of text in {seconds:,.1f} s, {text / 1e6 / seconds:,.1f} MB/s, {workers} worker(s)")
 
 
-def batches(readers, tokenizer, permille, state, max_errors):
+def batches(readers, tokenizer, settings, state, max_errors):
     """([(text, last)], number of the split of each, the state after them), each about PIECE characters."""
     pieces, splits, size, held = [], [], 0, []
     empty, bad = state["empty"], state["bad"]
@@ -384,7 +390,7 @@ def batches(readers, tokenizer, permille, state, max_errors):
             held.append(piece.text)
             continue
         pieces.append(("".join([*held, piece.text]), piece.last))
-        splits.append(SPLITS.index(split_of(piece.digest, permille)))
+        splits.append(SPLITS.index(split_of(piece.digest, settings["val_permille"], settings["seed"])))
         size, held = size + len(piece.text), []
         if size >= PIECE:
             yield pieces, splits, after()
@@ -519,6 +525,7 @@ def main(argv=None):
     parser.add_argument("--out", help="folder to write (default with --demo: data/demo)")
     parser.add_argument("--text-key", default="text", help="of .jsonl and .parquet rows (default: text)")
     parser.add_argument("--val-permille", type=int, default=10, help="documents of 1000 held out (default: 10)")
+    parser.add_argument("--seed", type=int, default=0, help="which documents are held out (default: 0)")
     parser.add_argument("--limit-tokens", type=int, help="stop after the document that reaches so many tokens")
     parser.add_argument("--workers", type=int, default=os.cpu_count() or 1, help="processes that tokenize (default: all cores)")
     parser.add_argument("--on-error", choices=["stop", "skip"], default="stop", help="of documents that cannot be used")
@@ -536,7 +543,7 @@ def main(argv=None):
     tokenizer = load_tokenizer(args.tokenizer, args.split_pattern)
     inputs = demo_files() if args.demo else [parse_source(s) for s in args.source] or find_files(args.input)
     prepare(inputs, tokenizer, args.out or "data/demo", args.val_permille, args.text_key, args.workers, args.limit_tokens,
-            args.max_errors if args.on_error == "skip" else 0)
+            args.max_errors if args.on_error == "skip" else 0, args.seed)
 
 
 if __name__ == "__main__":

@@ -516,6 +516,15 @@ def test_share_of_val():
         assert sum(split_of(t, permille) == "val" for t in texts) / 20_000 == pytest.approx(permille / 1000, rel=0.2)
 
 
+def test_seeds_hold_out_other_documents(corpus, tmp_path):
+    """With a fifth held out, five seeds hold out each document once."""
+    held = []
+    for seed in range(5):
+        run("--input", *corpus(), "--out", tmp_path / f"out{seed}", "--val-permille", 200, "--seed", seed)
+        held += texts_of(tmp_path / f"out{seed}", "val")
+    assert sorted(held) == sorted(f"document number {i} of many" for i in range(60))
+
+
 def test_adding_files_moves_no_document(corpus, tmp_path):
     few, more = corpus(), corpus(start=60)
     prepared(few, tmp_path / "few")
