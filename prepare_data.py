@@ -359,7 +359,8 @@ def write(sources, tokenizer, writers, partial, state, meta, workers, max_errors
             while waiting and not full:
                 full = finish(*waiting.popleft())
         except BrokenProcessPool:
-            raise DataError("a worker process died (killed, or out of memory): the same command goes on from where it was") from None
+            raise DataError("a worker process died (killed, or out of memory): the same command goes on from where it "
+                            "was") from None
         finally:
             save()
             encoders.shutdown(wait=True, cancel_futures=True)
@@ -379,8 +380,8 @@ def batches(readers, tokenizer, settings, state, max_errors):
         if isinstance(piece, Bad):
             bad += 1
             if bad > max_errors:
-                hint = f" (number {bad}; --on-error skip --max-errors {max_errors})" if max_errors else "; --on-error skip passes over it"
-                raise DataError(piece.reason + hint)
+                raise DataError(piece.reason + (f" (number {bad}; --on-error skip --max-errors {max_errors})" if max_errors else
+                                                "; --on-error skip passes over it"))
             print(f"skipped: {piece.reason}", file=sys.stderr)
             continue
         if not piece.text and piece.last and not held:
@@ -485,7 +486,8 @@ def inspect(folder, samples=3, shown=200):
         print(f"\n{split}: length of documents in tokens, end of text not counted")
         most = max(lengths.values())
         for power in range(min(lengths), max(lengths) + 1):
-            print(f"  {2 ** power:>10,} - {2 ** (power + 1) - 1:<10,} {lengths[power]:>12,} {'#' * round(40 * lengths[power] / most)}")
+            bar = "#" * round(40 * lengths[power] / most)
+            print(f"  {2 ** power:>10,} - {2 ** (power + 1) - 1:<10,} {lengths[power]:>12,} {bar}")
         for start in [s for s in starts if s < data.n_tokens]:
             ids = np.asarray(data.tokens[start:start + shown])
             stop = np.flatnonzero(ids == eot)
@@ -503,7 +505,8 @@ def verify(folder):
             raise DataError(f"{folder}: its tokenizer is not the one of meta.json")
         top = max(int(data.tokens[at:at + (1 << 24)].max()) for at in range(0, data.n_tokens, 1 << 24))
         if top != data.max_id or top >= meta["tokenizer"]["n_vocab"]:
-            raise DataError(f"{data.path}: its largest id is {top}; meta.json says {data.max_id}, of {meta['tokenizer']['n_vocab']}")
+            raise DataError(f"{data.path}: its largest id is {top}; meta.json says {data.max_id}, "
+                            f"of {meta['tokenizer']['n_vocab']}")
         if file_hash(data.path) != data.sha256:
             raise DataError(f"{data.path} has other contents than when it was written: delete {folder} and prepare it again")
         print(f"{data.path}: {data.n_tokens:,} tokens, as written")
@@ -529,7 +532,8 @@ def main(argv=None):
     parser.add_argument("--limit-tokens", type=int, help="stop after the document that reaches so many tokens")
     parser.add_argument("--workers", type=int, default=os.cpu_count() or 1, help="processes that tokenize (default: all cores)")
     parser.add_argument("--on-error", choices=["stop", "skip"], default="stop", help="of documents that cannot be used")
-    parser.add_argument("--max-errors", type=int, default=1000, help="with --on-error skip: more than so many end it (default: 1000)")
+    parser.add_argument("--max-errors", type=int, default=1000,
+                        help="with --on-error skip: more than so many end it (default: 1000)")
     args = parser.parse_args(argv)
     if bool(args.demo) + bool(args.input) + bool(args.source) != 1:
         parser.error("give one of --demo, --input FILES_OR_DIRS and --source NAME=PATHS:WEIGHT")

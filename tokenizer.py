@@ -100,8 +100,8 @@ def load_tokenizer(name, split_pattern=None, file=None):
     if name in HUB:
         tokenizer = load_tokenizer(fetched(name))
         if tokenizer.sha256 != HUB[name][1]:
-            raise DataError(f"{KEPT / name / 'tokenizer.json'} is not the tokenizer of {HUB[name][0]}, or is damaged: delete it, or "
-                            "give its path to use it all the same")
+            raise DataError(f"{KEPT / name / 'tokenizer.json'} is not the tokenizer of {HUB[name][0]}, or is damaged: delete it, "
+                            "or give its path to use it all the same")
         return tokenizer
     path = Path(name)
     if file is None:
@@ -128,8 +128,8 @@ def fetched(name):
             from huggingface_hub import hf_hub_download
             hf_hub_download(HUB[name][0], path.name, local_dir=path.parent)
         except Exception as e:                                            # the package, the network, the hub
-            raise DataError(f"tokenizer {name!r} is not at {path} and cannot be fetched ({type(e).__name__}): put the tokenizer.json "
-                            f"of {HUB[name][0]} there, or pip install -e .[hf]") from None
+            raise DataError(f"tokenizer {name!r} is not at {path} and cannot be fetched ({type(e).__name__}): put the "
+                            f"tokenizer.json of {HUB[name][0]} there, or pip install -e .[hf]") from None
     return str(path)
 
 
