@@ -12,8 +12,9 @@ between sublayers is one object, the *pathway*, and the model is a flat list of 
 
 `add` is the plain residual. `attnres` (Attention Residuals, arXiv 2603.15031) and `mhar` (Multi-Head Attention Residuals,
 arXiv 2607.27230) let each site attend over the outputs of all earlier ones; `dar` (Dual Attention Residuals,
-arXiv 2607.18730) keeps two such histories, each choosing depths by the keys of the other. A new pathway is one class
-and one entry of PATHWAYS.
+arXiv 2607.18730) keeps two such histories, each choosing depths by the keys of the other. What the papers compare with:
+`delta` (Delta Attention Residuals) reads a history beside the plain residual; `hc_static`, `hc` and `mhc`
+(hyper-connections) carry several streams. A new pathway is one class and one entry of PATHWAYS.
 
 Words: a *site* is where a sublayer is attached (0 .. 2L-1; index 2L is the readout); a *source* is a (B, T, C) tensor that
 a read may choose from; a *depth block* is `sites_per_block` consecutive sites whose outputs are summed into one source.

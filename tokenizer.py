@@ -128,8 +128,9 @@ def fetched(name):
             from huggingface_hub import hf_hub_download
             hf_hub_download(HUB[name][0], path.name, local_dir=path.parent)
         except Exception as e:                                            # the package, the network, the hub
+            remedy = " (or pip install -e .[hf])" if isinstance(e, ImportError) else ""
             raise DataError(f"tokenizer {name!r} is not at {path} and cannot be fetched ({type(e).__name__}): put the "
-                            f"tokenizer.json of {HUB[name][0]} there, or pip install -e .[hf]") from None
+                            f"tokenizer.json of {HUB[name][0]} there{remedy}") from None
     return str(path)
 
 
