@@ -1,7 +1,7 @@
 """
 What a sublayer is made of, whatever the pathway: Qwen3's attention and FFN (and, with qk_norm=False, tie_embeddings=False
-and rope_scaling, Llama's), a sparse mixture of experts in place of the FFN, and the loss over the vocabulary. Nothing here
-knows about depth.
+and rope_scaling, Llama's), a sparse mixture of experts in place of the FFN, the loss over the vocabulary, and the drawing of
+tokens. Nothing here knows about depth.
 
 A sublayer is a module f(x, ctx) with x (B, T, C): its own pre-norm, then the branch. It counts its FLOPs and what it keeps
 for backward. Letters: B batch, T time, P = B T tokens, C width, D head_dim, E experts, F hidden width, V vocabulary.
@@ -56,6 +56,16 @@ class KVCache:
             k, v = (torch.cat(pair, dim=2) for pair in zip(self.kv[sublayer], (k, v)))
         self.kv[sublayer] = k, v
         return k, v
+
+
+def documents(idx, eot):
+    """
+    Of token ids (B, T): what each token may attend to (B, 1, T, T), and its position in its document (B, T). A document starts
+    with the end-of-text id before it, which is how `eval.py text` presents a text; a window may start inside of one.
+    """
+    starts, at = idx == eot, torch.arange(idx.shape[1], device=idx.device)
+    number, first = starts.cumsum(1), torch.where(starts, at, 0).cummax(1).values
+    return (number[:, :, None] == number[:, None, :]).tril().unsqueeze(1), at - first
 
 
 def rope_tables(config):
@@ -276,3 +286,18 @@ def token_losses(h, weight, targets, z_loss=0.0):
     if len(h) <= rows:
         return losses(h, targets)
     return torch.cat([checkpoint(losses, *part, use_reentrant=False) for part in zip(h.split(rows), targets.split(rows))])
+
+
+def draw(logits, temperature, top_k, top_p, generator):
+    """One token per row of logits (B, V) -> (B,). Ties at temperature 0 go to the lowest id."""
+    if temperature == 0:
+        return logits.argmax(-1)
+    if top_k:
+        kth = logits.topk(min(top_k, logits.shape[-1])).values[:, -1:]
+        logits = logits.masked_fill(logits < kth, -torch.inf)
+    p = ((logits - logits.amax(-1, keepdim=True)) / temperature).softmax(-1)
+    if top_p is not None and top_p < 1:
+        ordered, order = p.sort(dim=-1, descending=True, stable=True)
+        ordered[ordered.cumsum(-1) - ordered >= top_p] = 0         # keep the smallest set that reaches top_p
+        p = torch.zeros_like(p).scatter(-1, order, ordered)
+    return torch.multinomial(p, 1, generator=generator).squeeze(-1)

@@ -29,7 +29,8 @@ import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
 import route_kernels
-from body import FFN, Attention, Context, KVCache, Linear, MoE, RMSNorm, rope_tables, token_losses
+from body import (FFN, Attention, Context, KVCache, Linear, MoE, RMSNorm, documents, draw, rope_tables,
+                  token_losses)
 from checkpoints import load_checkpoint
 from errors import ConfigError, nearest
 
@@ -469,7 +470,8 @@ class MultiStream(Pathway):
         h    = sum_j pre_j x_j                         what the sublayer sees
         x_i <- sum_j res_ij x_j + post_i f(h)
 
-    The subclasses say where pre (n), post (n) and res (n, n) come from: `maps`. They and the mixing are fp32 or wider.
+    A subclass says where these come from: maps(streams, site) gives pre (.., n), post (.., n) and res (.., n, n), the leading
+    axes being (B, T) or none. They and the mixing are fp32 or wider.
     """
 
     def __init__(self, config):
@@ -478,10 +480,6 @@ class MultiStream(Pathway):
 
     def start(self, x):
         return x.unsqueeze(-2).expand(*x.shape[:-1], self.n, x.shape[-1])
-
-    def maps(self, streams, site):
-        """-> pre (.., n), post (.., n), res (.., n, n) for streams (B, T, n, C); the leading axes are (B, T) or none."""
-        raise NotImplementedError
 
     def read(self, streams, site):
         wide = streams.to(torch.promote_types(streams.dtype, torch.float32))
@@ -655,16 +653,6 @@ PATHWAYS = {"add": Add, "attnres": AttnRes, "mhar": MHAR, "delta": Delta,
 
 # ----------------------------------------------------------------------------------------------------------------------
 # the model
-
-def documents(idx, eot):
-    """
-    Of token ids (B, T): what each token may attend to (B, 1, T, T), and its position in its document (B, T). A document starts
-    with the end-of-text id before it, which is how `eval.py text` presents a text; a window may start inside of one.
-    """
-    starts, at = idx == eot, torch.arange(idx.shape[1], device=idx.device)
-    number, first = starts.cumsum(1), torch.where(starts, at, 0).cummax(1).values
-    return (number[:, :, None] == number[:, None, :]).tril().unsqueeze(1), at - first
-
 
 class GPT(nn.Module):
     """
@@ -908,18 +896,3 @@ class GPT(nn.Module):
             model = cls(ModelConfig.of_checkpoint(state), kernels=kernels)
         model.load_weights(state["model"] | state[weights])        # averages are of parameters only
         return model.eval()
-
-
-def draw(logits, temperature, top_k, top_p, generator):
-    """One token per row of logits (B, V) -> (B,). Ties at temperature 0 go to the lowest id."""
-    if temperature == 0:
-        return logits.argmax(-1)
-    if top_k:
-        kth = logits.topk(min(top_k, logits.shape[-1])).values[:, -1:]
-        logits = logits.masked_fill(logits < kth, -torch.inf)
-    p = ((logits - logits.amax(-1, keepdim=True)) / temperature).softmax(-1)
-    if top_p is not None and top_p < 1:
-        ordered, order = p.sort(dim=-1, descending=True, stable=True)
-        ordered[ordered.cumsum(-1) - ordered >= top_p] = 0         # keep the smallest set that reaches top_p
-        p = torch.zeros_like(p).scatter(-1, order, ordered)
-    return torch.multinomial(p, 1, generator=generator).squeeze(-1)
