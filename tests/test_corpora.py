@@ -292,21 +292,29 @@ def test_killed_at_random_moments(tmp_path):
     assert command(*arguments, *tokenizer, "--out", tmp_path / "whole", "--workers", 1).returncode == 0
     code = (f"import sys; sys.path.insert(0, {str(ROOT)!r}); import prepare_data; prepare_data.SAVE_EVERY = 0.05; "
             "prepare_data.PIECE = 100_000; prepare_data.main(sys.argv[1:]) if __name__ == '__main__' else None")
-    script, rng, killed = tmp_path / "run.py", random.Random(0), 0
+    script, rng, progress = tmp_path / "run.py", random.Random(0), tmp_path / "out.partial/progress.json"
     script.write_text(code)
-    for attempt in range(30):
-        process = subprocess.Popen([sys.executable, str(script), *map(str, [*arguments, *tokenizer, "--workers", 2, "--out", tmp_path / "out"])],
-                                   stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-        deadline = time.time() + (rng.uniform(0.8, 3) if attempt < 4 else 100)
-        while process.poll() is None and time.time() < deadline:
-            time.sleep(0.05)
-        if process.poll() is None:
-            process.send_signal(signal.SIGKILL)
-            killed += 1
-        if process.wait() == 0:
-            break
-        assert not (tmp_path / "out").exists()
-    assert killed >= 2
+    total = sum(counts["tokens"] for counts in read_meta(tmp_path / "whole")["splits"].values())
+
+    def start():
+        return subprocess.Popen([sys.executable, str(script), *map(str, [*arguments, *tokenizer, "--workers", 2, "--out", tmp_path / "out"])],
+                                stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+
+    def written():
+        try:
+            return sum(counts["tokens"] for counts in json.loads(progress.read_text())["splits"].values())
+        except FileNotFoundError:
+            return 0
+
+    for share in (0.05, 0.15, 0.3):                                        # of the work, and a moment more
+        process = start()
+        while written() < share * total:
+            assert process.poll() is None
+            time.sleep(0.005)
+        time.sleep(rng.uniform(0, 0.05))
+        process.send_signal(signal.SIGKILL)
+        assert process.wait() == -signal.SIGKILL and share * total <= written() < total and not (tmp_path / "out").exists()
+    assert start().wait() == 0
     for name in ("train.bin", "val.bin", "meta.json", "tokenizer.json"):
         assert (tmp_path / "out" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
 
