@@ -177,7 +177,7 @@ def fill(tensor, whole):
 def load_shards(reader, tensors):
     """Fill `tensors`, {"tree/name": tensor}, from a folder of shards."""
     try:
-        with warnings.catch_warnings():
+        with warnings.catch_warnings():                                    # one process reading alone is what is meant
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")
             dcp.load(tensors, storage_reader=reader)
     except (dcp.api.CheckpointException, OSError, KeyError, RuntimeError, ValueError) as e:
