@@ -32,6 +32,7 @@ BOM = b"\xef\xbb\xbf"
 class Piece(NamedTuple):
     """A document, or a part of one: all parts but that with last=True are followed by the next."""
     text: str
+    size: int                             # of the text in UTF-8
     digest: bytes                         # of the whole document, which decides its split
     last: bool = True
 
@@ -158,11 +159,11 @@ def documents(path, text_key, tick=lambda n: None):
     return plain(path, tick)
 
 
-def whole(text):
+def whole(text, utf8):
     """The Pieces of a text in memory."""
-    key = digest(text.encode("utf-8")).digest()
+    key = digest(utf8).digest()
     if len(text) <= PIECE:
-        yield Piece(text, key)
+        yield Piece(text, len(utf8), key)
         return
     yield from numbered(cut(text[at:at + PIECE] for at in range(0, len(text), PIECE)), key)
 
@@ -172,9 +173,9 @@ def numbered(texts, key):
     before = None
     for text in texts:
         if before is not None:
-            yield Piece(before, key, last=False)
+            yield Piece(before, len(before.encode("utf-8")), key, last=False)
         before = text
-    yield Piece(before, key)
+    yield Piece(before, len(before.encode("utf-8")), key)
 
 
 def cut(texts):
@@ -211,8 +212,9 @@ def plain(path, tick):
             break
     else:
         tick(path.stat().st_size)
+        utf8 = b"".join(head).removeprefix(BOM)
         try:
-            yield from whole(b"".join(head).removeprefix(BOM).decode("utf-8"))
+            yield from whole(utf8.decode("utf-8"), utf8)
         except UnicodeDecodeError as e:
             yield Bad(f"{path}: not UTF-8 (byte {e.start})")
         return
@@ -289,8 +291,8 @@ def checked(value, where, text_key, shown):
         yield Bad(f"{where}: no text under {text_key!r} (--text-key): {shown}")
         return
     try:
-        value.encode("utf-8")
+        utf8 = value.encode("utf-8")
     except UnicodeEncodeError:
         yield Bad(f"{where}: the text holds half of a surrogate pair, which is no character")
         return
-    yield from whole(value)
+    yield from whole(value, utf8)

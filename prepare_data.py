@@ -95,7 +95,7 @@ class Reader:
         """The next piece, or None at the end."""
         piece = next(self.pieces, None)
         if isinstance(piece, Piece):
-            self.at[2:] = self.at[2] + len(piece.text.encode("utf-8")), not piece.last
+            self.at[2:] = self.at[2] + piece.size, not piece.last
         return piece
 
 
