@@ -25,6 +25,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from errors import ConfigError, RunError
+from tokenizer import restore_tokenizer
 
 MOMENTS = "exp_avg", "exp_avg_sq"         # of AdamW
 
@@ -107,9 +108,9 @@ def flat(tensors):
 
 
 def read(path):
-    """What is in a file of a checkpoint."""
+    """What is in a file of a checkpoint; tensors stay on the disk until somebody looks at them."""
     try:
-        state = torch.load(path, map_location="cpu", weights_only=True)
+        state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except FileNotFoundError:
         raise ConfigError(f"no checkpoint at {path}") from None
     except Exception as e:                                         # damaged files make torch raise almost anything
@@ -158,13 +159,29 @@ def restore(path, state, tensors):
         state = load_checkpoint(path, moments=True) if "shards" in state else state
         trees = state.keys()
         for tree in tensors.keys() & trees:
-            if missing := tensors[tree].keys() - state[tree].keys():
-                raise ConfigError(f"{path} lacks {min(missing)} of {tree}" + f" (and {len(missing) - 1} more)" * (len(missing) > 1))
+            for verb, odd in (("lacks", tensors[tree].keys() - state[tree].keys()), ("has", state[tree].keys() - tensors[tree].keys())):
+                if odd:
+                    raise ConfigError(f"{path} {verb} {min(odd)} of {tree}" + f" (and {len(odd) - 1} more)" * (len(odd) > 1)
+                                      + ", which this model has not" * (verb == "has"))
             for name, t in tensors[tree].items():
+                if (shape := state[tree][name].shape) != t.shape:
+                    raise ConfigError(f"{path} has {name} of {tree} as {tuple(shape)}, not {tuple(t.shape)}")
                 fill(t, state[tree][name])
     if "ema" in tensors and "ema" not in trees:
         for name, t in tensors["ema"].items():
             t.copy_(tensors["model"][name])
+
+
+def pack_tokenizer(tokenizer):
+    """What a checkpoint holds of a Tokenizer under "tokenizer"."""
+    file = None if tokenizer.file is None else torch.frombuffer(bytearray(tokenizer.file), dtype=torch.uint8)
+    return tokenizer.meta() | {"file": file}
+
+
+def tokenizer_of(state):
+    """The Tokenizer of a checkpoint's dict."""
+    packed = state["tokenizer"]
+    return restore_tokenizer(packed, None if packed["file"] is None else bytes(packed["file"].numpy()))
 
 
 def fill(tensor, whole):

@@ -22,11 +22,10 @@ import numpy as np
 import torch
 
 import route_kernels
-from checkpoints import load_checkpoint
+from checkpoints import load_checkpoint, tokenizer_of
 from errors import ConfigError, DataError
 from model import GPT, ModelConfig
 from prepare_data import TokenBin
-from tokenizer import restore_tokenizer
 
 
 def choose_device(name):
@@ -134,8 +133,7 @@ def open_checkpoint(path, weights, device):
         raise ConfigError(f"{path} is no checkpoint of train.py: it lacks {' and '.join(sorted(missing))}")
     kernels = choose_kernels("auto", device, torch.float32, ModelConfig.of_checkpoint(state))
     model = GPT.from_checkpoint(state, weights, kernels).to(device)
-    meta = state["tokenizer"]
-    tokenizer = restore_tokenizer(meta, bytes(meta["file"].numpy()) if meta["file"] is not None else None)
+    tokenizer = tokenizer_of(state)
     model.eot = tokenizer.eot if state["config"].get("doc_mask") else None
     return model, tokenizer, {key: state[key] for key in ("config", "step")}
 
@@ -150,7 +148,10 @@ def cmd_loss(args):
     rows = []
     for path in args.checkpoint:
         model, tokenizer, state = open_checkpoint(path, args.weights, args.device)
-        data = TokenBin(args.data_dir or state["config"]["data_dir"], "val")
+        data_dir = args.data_dir or state["config"].get("data_dir")
+        if data_dir is None:
+            raise ConfigError(f"no data_dir in {path}, which was not trained here: say which with --data_dir")
+        data = TokenBin(data_dir, "val")
         if data.meta["tokenizer"]["sha256"] != tokenizer.sha256:
             raise DataError(f"{data.path} was made with tokenizer {data.meta['tokenizer']['name']!r}, {path} was trained with "
                             f"another, {tokenizer.name!r}")

@@ -151,8 +151,10 @@ class Pathway(nn.Module):
         readout(state)               -> h          what the final norm sees
     """
     multi_head = False                    # does route_heads apply?
+    starts_as_add = None                  # fields of ModelConfig with which the model starts as with `add`, bit for bit in fp32
     min_sites_per_block = 1
     why_min_sites = ""
+    static = ()                           # names of parameters that never decay
 
     @staticmethod
     def default_heads(config):
@@ -175,8 +177,10 @@ class Pathway(nn.Module):
         """Initial values of the pathway's own parameters."""
 
     def param_groups(self):
-        """Optimizer groups of the pathway's parameters. All decay, as in the MHAR recipe (its appendix I)."""
-        return [{"name": "pathway", "params": list(self.parameters())}] if self.num_params() else []
+        """Optimizer groups of the pathway's parameters. All but `static` ones decay, as in the MHAR recipe (its appendix I)."""
+        groups = [{"name": "pathway", "params": [p for name, p in self.named_parameters() if name not in self.static]},
+                  {"name": "pathway_static", "params": [getattr(self, name) for name in self.static], "weight_decay": 0.0}]
+        return [group for group in groups if group["params"]]
 
     def num_params(self):
         return sum(p.numel() for p in self.parameters())
@@ -204,6 +208,7 @@ class Pathway(nn.Module):
 
 class Add(Pathway):
     """The plain residual: h <- h + f(h)."""
+    starts_as_add = {}
 
     def start(self, x):
         return x
@@ -327,6 +332,7 @@ class Delta(AttnRes):
     trained models): the model starts as the one without this pathway, bit for bit in fp32. Site 0 reads its null source.
     """
     multi_head = True
+    starts_as_add = {"delta_gate": True}
     reads_out = False
 
     @staticmethod
@@ -544,6 +550,7 @@ class HC(MultiStream):
     and A_r do not decay (section 4). Norm is RMSNorm (the paper's pseudocode has LayerNorm), and the paper's rescaling of
     output weights by sqrt(n) is left out, so that every pathway starts with the same body.
     """
+    static = "static_pre", "static_post", "static_res"
 
     def __init__(self, config):
         super().__init__(config)
@@ -562,11 +569,6 @@ class HC(MultiStream):
         nn.init.ones_(self.static_post)
         self.static_res.copy_(torch.eye(self.n))
         self.static_pre.copy_(torch.eye(self.n)[torch.arange(self.n_site) % self.n])
-
-    def param_groups(self):
-        static = [p for name, p in self.named_parameters() if name.startswith("static")]
-        dynamic = [p for name, p in self.named_parameters() if not name.startswith("static")]
-        return [{"name": "pathway", "params": dynamic}, {"name": "pathway_static", "params": static, "weight_decay": 0.0}]
 
     def maps(self, streams, site):
         gain, weight, scale, pre, res, post = (p[site].to(streams.dtype) for p in (
@@ -600,6 +602,7 @@ class MHC(MultiStream):
         self.bias = nn.Parameter(torch.zeros(self.n_site, sum(self.sizes)))                # b
         self.scale = nn.Parameter(torch.zeros(self.n_site, 3))                             # a
         self.learned = config.mhc_readout == "learned"
+        self.static = ("bias", "readout_bias") if self.learned else ("bias",)
         if self.learned:
             self.readout_weight = nn.Parameter(torch.zeros(n, n * C))
             self.readout_bias = nn.Parameter(torch.zeros(n))
@@ -614,11 +617,6 @@ class MHC(MultiStream):
         res.copy_(self.b_res * torch.eye(self.n).flatten())
         if self.learned:
             nn.init.constant_(self.readout_scale, 0.01)
-
-    def param_groups(self):
-        static = [p for name, p in self.named_parameters() if name.endswith("bias")]
-        dynamic = [p for name, p in self.named_parameters() if not name.endswith("bias")]
-        return [{"name": "pathway", "params": dynamic}, {"name": "pathway_static", "params": static, "weight_decay": 0.0}]
 
     def normed(self, streams):
         return F.rms_norm(x := streams.flatten(-2), x.shape[-1:], eps=self.norm_eps)       # (B, T, n C)
@@ -881,6 +879,10 @@ class GPT(nn.Module):
         self.load_state_dict(weights, assign=True)
         if self.config.tie_embeddings:
             self.lm_head.weight = self.embed.weight
+        self.fill_tables()
+
+    def fill_tables(self):
+        """What no checkpoint holds, of a model that was made on the meta device."""
         self.cos, self.sin = (table.to(self.embed.weight.device) for table in rope_tables(self.config))
         for f in self.sublayers:
             if isinstance(f, MoE):

@@ -219,3 +219,14 @@ def byte_level_alphabet():
     printable = [*range(ord("!"), ord("~") + 1), *range(ord("\xa1"), ord("\xac") + 1), *range(ord("\xae"), ord("\xff") + 1)]
     others = [b for b in range(256) if b not in printable]
     return {chr(b): b for b in printable} | {chr(256 + i): b for i, b in enumerate(others)}
+
+
+def byte_tokenizer_json():
+    """The tokenizer "byte" as a tokenizer.json of Hugging Face's: bytes that nothing merges, and end of text."""
+    level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
+    end = {"id": 256, "content": "<|endoftext|>", "single_word": False, "lstrip": False, "rstrip": False, "normalized": False,
+           "special": True}
+    model = {"type": "BPE", "dropout": None, "unk_token": None, "continuing_subword_prefix": None, "end_of_word_suffix": None,
+             "fuse_unk": False, "byte_fallback": False, "ignore_merges": False, "vocab": byte_level_alphabet(), "merges": []}
+    return json.dumps({"version": "1.0", "truncation": None, "padding": None, "added_tokens": [end], "normalizer": None,
+                       "pre_tokenizer": level, "post_processor": None, "decoder": level, "model": model}, indent=1).encode()

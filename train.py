@@ -41,7 +41,7 @@ from torch.nn.parallel import DistributedDataParallel
 from tqdm import tqdm
 
 from body import LOGITS_AT_ONCE, MoE
-from checkpoints import MOMENTS, file_of, read, restore, save_checkpoint, write_atomically
+from checkpoints import MOMENTS, file_of, pack_tokenizer, read, restore, save_checkpoint, write_atomically
 from errors import ConfigError, DataError, RunError, nearest
 from eval import batch, choose_device, choose_kernels, val_windows, window_losses
 from model import GPT, ModelConfig
@@ -53,15 +53,18 @@ from route_kernels import RUNGS
 class TrainConfig:
     data_dir: str = "data/demo"           # made by prepare_data.py
     out_dir: str | None = None            # None = out/NAME for config file NAME.py, out/NAME_OTHER for two
+    init_from: str | None = None          # checkpoint whose weights a new run starts with (convert.py makes some of others' models)
     max_steps: int = 20_000               # optimizer steps; 0 = evaluate only
     batch_tokens: int = 131_072           # tokens of one optimizer step, over all processes
     micro_batch_size: int = 8             # sequences a process runs at once; the rest is gradient accumulation
     learning_rate: float = 5e-4           # peak
+    pathway_learning_rate: float | None = None                            # peak, of the pathway's parameters; None = the same
     min_lr_ratio: float = 0.1             # learning rate at the last step / peak
     warmup_steps: int = 1000              # linear
     schedule: str = "cosine"              # a name of SCHEDULES
     decay_fraction: float = 0.2           # of the steps, at the end: where wsd decays
     weight_decay: float = 0.1
+    decay: str = "all"                    # what decays: all (the MHAR recipe), or matrices (no embedding, norm, nor pathway)
     beta1: float = 0.9
     beta2: float = 0.95
     grad_clip: float = 1.0                # global norm; 0 = off
@@ -86,7 +89,7 @@ class TrainConfig:
     wandb: bool = False
 
     def __post_init__(self):
-        choices = {"schedule": SCHEDULES, "device": ("auto", "cpu", "cuda", "mps"),
+        choices = {"schedule": SCHEDULES, "decay": ("all", "matrices"), "device": ("auto", "cpu", "cuda", "mps"),
                    "dtype": ("auto", "float32", "bfloat16"), "param_dtype": ("float32", "bfloat16"),
                    "checkpoint": ("none", "sublayer"), "parallel": ("ddp", "fsdp"), "kernels": ("auto", *RUNGS)}
         for name, known in choices.items():
@@ -105,8 +108,9 @@ class TrainConfig:
         for name in ("beta1", "beta2", "ema_decay"):
             if not 0 <= getattr(self, name) < 1:
                 raise ConfigError(f"{name} must be in [0, 1), not {getattr(self, name)}")
-        if not 0 < self.learning_rate < math.inf:
-            raise ConfigError(f"learning_rate must be positive, not {self.learning_rate}")
+        for name in ("learning_rate", "pathway_learning_rate"):
+            if getattr(self, name) is not None and not 0 < getattr(self, name) < math.inf:
+                raise ConfigError(f"{name} must be positive, not {getattr(self, name)}")
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -131,10 +135,12 @@ def load_config(argv):
         if arg.startswith("--"):
             name, _, text = arg[2:].partition("=")
             values[name] = checked(name, parsed(name, text), "")
-    parts = [cls(**{f.name: values[f.name] for f in fields(cls) if f.name in values}) for cls in (TrainConfig, ModelConfig)]
-    if parts[0].out_dir is None:
-        parts[0].out_dir = "out/" + "_".join(path.stem for path in paths)
-    return parts
+    config = TrainConfig(**{f.name: values[f.name] for f in fields(TrainConfig) if f.name in values})
+    if config.out_dir is None:
+        config.out_dir = "out/" + "_".join(path.stem for path in paths)
+    if config.init_from is not None and (start := starting_point(config)[0]).exists():
+        values = read(start)["config"] | values                           # what is not stated is as in the checkpoint
+    return config, ModelConfig(**{f.name: values[f.name] for f in fields(ModelConfig) if f.name in values})
 
 
 def find_config(name):
@@ -244,15 +250,29 @@ def windows_of_step(step, n_windows, batch_size, seed):
 ARCHITECTURE = [f.name for f in fields(ModelConfig) if f.name not in ("dropout", "init_std", "query_init_std")]
 
 
-def check_resume(state, config, path):
-    """Refuse a checkpoint of another architecture; -> lines 'key: old -> new' of the other changes."""
-    if not {"exp_avg", "shards"} & state.keys():
-        raise ConfigError(f"{path} holds weights only, which a run cannot go on from")
+def starting_point(config):
+    """-> the checkpoint that a run goes on from, or that its weights come from, or None; and is it the former?"""
+    latest = Path(config.out_dir) / "ckpt" / "latest.pt"
+    if config.resume == "auto" and latest.exists():
+        return latest, True
+    if config.resume not in ("auto", "never"):
+        return file_of(config.resume), True
+    return None if config.init_from is None else file_of(config.init_from), False
+
+
+def changes_since(state, config, path, going_on):
+    """
+    Refuse a checkpoint of another architecture, which a run of `config` cannot go on from, or start with;
+    -> lines 'key: old -> new' of what else is different.
+    """
+    if going_on and not {"exp_avg", "shards"} & state.keys():
+        raise ConfigError(f"{path} holds weights only, which a run cannot go on from: start a new one with --init_from={path}")
     old = state["config"]
     changed = [key for key in config if key in old and old[key] != config[key]]
-    refused = [f"{key} ({old[key]} -> {config[key]})" for key in changed if key in ARCHITECTURE]
+    refused = [f"{key} ({old[key]} -> {config[key]})" for key in changed if key in ARCHITECTURE and (going_on or key != "seq_len")]
     if refused:
-        raise ConfigError(f"{path} has another architecture: {', '.join(refused)}; choose another --out_dir")
+        remedy = "choose another --out_dir" if going_on else "convert.py makes a checkpoint of another pathway"
+        raise ConfigError(f"{path} has another architecture: {', '.join(refused)}; {remedy}")
     return [f"{key}: {old[key]} -> {config[key]}" for key in changed]
 
 
@@ -376,6 +396,27 @@ def accumulation(config, seq_len, world):
     return config.batch_tokens // at_once
 
 
+def optimizer_groups(model, config):
+    """
+    The parameters in groups of one learning rate (config.learning_rate times `lr_share`) and one decay. With decay="matrices"
+    it is the matrices of sublayers and an lm_head of its own that decay (MHAR, section 3.3: not embeddings and norms; its
+    code: not the pathway).
+    """
+    groups = []
+    for group in model.param_groups():
+        own = config.pathway_learning_rate if group["name"] != "body" else None
+        group = group | {"lr_share": (own or config.learning_rate) / config.learning_rate}
+        if config.decay == "matrices":
+            matrices = [p for p in group["params"] if group["name"] == "body" and p.ndim > 1 and p is not model.embed.weight]
+            ids = set(map(id, matrices))
+            if matrices:
+                groups.append(group | {"name": "matrices", "params": matrices})
+            group |= {"params": [p for p in group["params"] if id(p) not in ids], "weight_decay": 0.0}
+        groups.append(group)
+    assert sum(len(g["params"]) for g in groups) == len(list(model.parameters())), "groups must partition the parameters"
+    return groups
+
+
 def memory_estimate(config, model, world=1):
     """
     Bytes that each of `world` processes needs, by what: exact for weights, gradients and optimizer; an estimate for the rest,
@@ -460,6 +501,9 @@ def dry_run(config, model_config):
     passes = accumulation(config, model_config.seq_len, world)
     with torch.device("meta"):
         model = GPT(model_config)
+    start, _ = starting_point(config)
+    if start is not None and not start.exists():
+        print(f"{start} is not there: the model is as the config says")
     print(model.describe())
     total = config.batch_tokens * config.max_steps
     print(f"{config.batch_tokens:,} tokens a step = {world} process(es) * {passes} pass(es) * {config.micro_batch_size} * "
@@ -498,6 +542,14 @@ def run(config, model_config, flat, processes, argv):
     say = print if first_rank else lambda *args: None
 
     # ---- everything that can be refused is refused before the first step
+    out_dir = Path(config.out_dir)
+    latest = out_dir / "ckpt" / "latest.pt"
+    start, going_on = starting_point(config)
+    if latest.exists() and not (going_on and start.exists() and start.samefile(latest)):
+        raise ConfigError(f"{out_dir} holds a run already: choose another --out_dir, or go on with --resume=auto")
+    if processes.any(going_on) and not going_on:
+        raise ConfigError(f"process {processes.rank} does not see {latest}, another does: out_dir must be on a shared disk")
+    state = read(start) if start is not None else {}
     T, world = model_config.seq_len, processes.world
     passes = accumulation(config, T, world)
     train_data, val_data = TokenBin(config.data_dir, "train"), TokenBin(config.data_dir, "val")
@@ -507,36 +559,43 @@ def run(config, model_config, flat, processes, argv):
             raise ConfigError(f"{data.path} holds token id {data.max_id}, but vocab_size={model_config.vocab_size}: "
                               f"use --vocab_size={data.meta['tokenizer']['n_vocab']} or more")
     dtype = choose_dtype(config.dtype, device.type, device.type != "cuda" or torch.cuda.is_bf16_supported(False))
-    out_dir = Path(config.out_dir)
-    latest = out_dir / "ckpt" / "latest.pt"
-    start_from = {"auto": latest if latest.exists() else None, "never": None}.get(config.resume, file_of(config.resume))
-    if latest.exists() and (start_from is None or not start_from.exists() or not start_from.samefile(latest)):
-        raise ConfigError(f"{out_dir} holds a run already: choose another --out_dir, or go on with --resume=auto")
-    if processes.any(start_from is not None) and start_from is None:
-        raise ConfigError(f"process {processes.rank} does not see {latest}, another does: out_dir must be on a shared disk")
+    tokenizer = train_data.tokenizer()
+    changes = changes_since(state, flat, start, going_on) if state else []
+    if state and not going_on and state["tokenizer"]["sha256"] != tokenizer.sha256:
+        raise ConfigError(f"{start} has the tokenizer {state['tokenizer']['name']!r}, {config.data_dir} was made with another, "
+                          f"{tokenizer.name!r}: prepare the data with the checkpoint's")
+    if going_on and state["data"] != {"train": train_data.sha256, "val": val_data.sha256}:
+        changes.append(f"data: other contents in {config.data_dir}")
     if first_rank:
         (out_dir / "ckpt").mkdir(parents=True, exist_ok=True)
         for stale in (out_dir / "ckpt").glob("*.tmp"):
             shutil.rmtree(stale) if stale.is_dir() else stale.unlink()
 
     # ---- model, optimizer, state
-    model = GPT(model_config, config.init_seed, choose_kernels(config.kernels, device, dtype, model_config))
-    cast_parameters(model.to(device), config.param_dtype)
-    tokenizer = train_data.tokenizer()
+    sharded = config.parallel == "fsdp" and processes.control is not None
+    # of a sharded model that gets its values from a checkpoint, no process ever holds more than its part
+    with torch.device("meta") if sharded and state else contextlib.nullcontext():
+        model = GPT(model_config, config.init_seed, choose_kernels(config.kernels, device, dtype, model_config))
+    if not model.embed.weight.is_meta:
+        model.to(device)
+    cast_parameters(model, config.param_dtype)
     model.compute_dtype, model.checkpoint = dtype, config.checkpoint == "sublayer"
     model.eot = tokenizer.eot if config.doc_mask else None
-    sharded = config.parallel == "fsdp" and processes.control is not None
     if sharded:
         shard(model, device, world, dtype)
+    if model.embed.weight.is_meta:
+        model.to_empty(device=device)
+        model.fill_tables()
+    if state and not going_on:
+        restore(start, state, {"model": model.state_dict()})
     params = dict(model.named_parameters())
-    groups = model.param_groups()
-    assert sum(len(g["params"]) for g in groups) == len(params), "groups must partition the parameters"
+    groups = optimizer_groups(model, config)
     optimizer = torch.optim.AdamW(groups, lr=config.learning_rate, betas=(config.beta1, config.beta2), eps=1e-8,
                                   weight_decay=config.weight_decay, fused=True)
     for p in params.values():                                             # as AdamW would at its first step
         optimizer.state[p] = {"step": torch.zeros((), device=device)} | {name: torch.zeros_like(p) for name in MOMENTS}
     ema = {name: p.detach().to(torch.float32, copy=True) for name, p in params.items()} if config.ema_decay else {}
-    done, best_loss = 0, math.inf
+    done, best_loss, origin = 0, math.inf, {key: state[key] for key in state.keys() & {"origin"}}
 
     def tensors():
         """All that a run learns, by name (see checkpoints.py)."""
@@ -544,17 +603,15 @@ def run(config, model_config, flat, processes, argv):
                                                    for key in MOMENTS}
         return learned | {"ema": ema} if ema else learned
 
-    if start_from is not None:
-        state = read(start_from)
-        changes = check_resume(state, flat, start_from)
-        restore(start_from, state, tensors())
+    if going_on:
+        restore(start, state, tensors())
         done, best_loss = state["step"], state["best_val_loss"]
         for p in params.values():
             optimizer.state[p]["step"].fill_(done)
-        if state["data"] != {"train": train_data.sha256, "val": val_data.sha256}:
-            changes.append(f"data: other contents in {config.data_dir}")
-        say("\n".join([f"resumed {start_from} after step {done}", *(f"  changed {change}" for change in changes)]))
-        del state                                                         # or its tensors stay for the whole run
+    if state:
+        say("\n".join([f"resumed {start} after step {done}" if going_on else f"weights of {start}",
+                       *(f"  changed {change}" for change in changes)]))
+    del state                                                             # or its tensors stay for the whole run
     if config.compile or config.compile is None and device.type == "cuda":
         for f in model.sublayers:
             f.compile()
@@ -596,8 +653,7 @@ def run(config, model_config, flat, processes, argv):
     def save(step, is_best):
         facts = {"step": step, "best_val_loss": best_loss, "config": flat,
                  "data": {"train": train_data.sha256, "val": val_data.sha256},
-                 "tokenizer": tokenizer.meta() | {"file": tokenizer.file and
-                                                  torch.frombuffer(bytearray(tokenizer.file), dtype=torch.uint8)}}
+                 "tokenizer": pack_tokenizer(tokenizer)} | origin
         if first_rank or sharded:
             save_checkpoint(out_dir / "ckpt", facts, tensors(), is_best, config.keep_last,
                             processes.control if sharded else None, first_rank)
@@ -628,7 +684,7 @@ def run(config, model_config, flat, processes, argv):
         if sharded:
             grad_norm = grad_norm.full_tensor()                           # of all parts
         for group in optimizer.param_groups:
-            group["lr"] = lr
+            group["lr"] = lr * group["lr_share"]
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         expert_load = model.balance_experts(processes.sum)
@@ -709,8 +765,11 @@ def memory_used(device):
     """Peak memory in GB: of the GPU, or resident on a CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 1e9
+    if sys.platform == "linux":                                           # getrusage's peak begins with that of the parent process
+        lines = Path("/proc/self/status").read_text().splitlines()
+        return next(int(line.split()[1]) for line in lines if line.startswith("VmHWM")) * 1024 / 1e9
     import resource
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (1e9 if sys.platform == "darwin" else 1e6)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e9       # bytes on macOS
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ ROUTING = {"100m": 25_600, "350m": 100_352, "1b": 186_880}
 GRID = [f"{method}_{size}" for size in BODY for method in ("baseline", "hc_static", "attnres", "mhar", "mhar_h16")]
 DUAL = [f"{method}_{size}" for size in BODY for method in ("mhc", "attnres_block", "dar", "dar_block")]
 OTHERS = ["dar_selfkv_350m", "dar_crossv_350m", "dar_fixed_350m", "baseline_124m", "attnres_124m", "mhar_124m",
-          "baseline_7b", "attnres_block_7b", "dar_block_7b", "demo"]
+          "baseline_7b", "attnres_block_7b", "dar_block_7b", "demo", "midtrain_marin_8b_plain", "midtrain_marin_8b_mhar", "midtrain_demo"]
 
 # MHAR paper: Table 1 (100M, 350M, 1B), its width control (Table 9, 768 wide), and DAR's public losses
 PUBLISHED = {"baseline": "3.031 2.997 2.894", "hc_static": "2.999 2.931 2.807", "attnres": "2.970 2.876 2.759",
@@ -40,10 +40,10 @@ def test_every_row_has_its_file():
 @pytest.mark.parametrize("name", RUNS)
 def test_header_says_how_to_start_and_what_a_batch_is(name, monkeypatch, capsys):
     head = re.match(r"(#.*\n)+", FILES[name]).group()
-    launch = "python" if name == "demo" else "torchrun --standalone --nproc_per_node=8"
+    launch = "python" if name.endswith("demo") else "torchrun --standalone --nproc_per_node=8"
     assert head.startswith(f"# {launch} train.py configs/{name}.py")
     config, model_config = train.load_config([name])
-    if name == "demo":
+    if name.endswith("demo"):
         return
     total, sequences, gpus, passes, micro, seq_len = (int(n.replace(",", "")) for n in re.search(
         r"([\d,]+) tokens a step = ([\d,]+) sequences \* [\d,]+ = (\d) GPUs \* (\d+) pass(?:es)? \* (\d+) \* ([\d,]+)", head).groups())
@@ -83,6 +83,9 @@ TINY = dict(vocab_size=257, seq_len=16, n_layer=4, n_head=4, n_kv_head=2, head_d
 def test_two_steps_at_a_tiny_size(files, corpus, tmp_path):
     tiny = TINY | ({"moe_n_expert": 8, "moe_d_ff": 16} if files.endswith("7b") else {})
     tiny |= {"data_dir": corpus, "out_dir": tmp_path / "out"}
+    if "midtrain" in files:                                              # they start from a checkpoint
+        tiny["init_from"] = tmp_path / "start"
+        train.main([files, *(f"--{k}={v}" for k, v in (tiny | dict(init_from=None, out_dir=tmp_path / "start", max_steps=1)).items())])
     train.main([*files.split(), *(f"--{k}={v}" for k, v in tiny.items())])
     log = log_of(tmp_path / "out")
     assert [r["step"] for r in log] == [1, 2] and all(math.isfinite(r["loss"]) for r in log) and abs(log[0]["loss"] - 5.55) < 0.2

@@ -77,6 +77,8 @@ def test_published_numbers_are_those_of_the_configs(monkeypatch, capsys):
         assert [f"{gib:.1f}" for _, gib in found] == memory.split(" / "), method
     sparse = re.search(r"active a token, ([\d.]+), ([\d.]+) and\s([\d.]+) GiB a GPU", README).groups()
     assert [f"{dry_run(name)[1]:.2f}" for name in ("baseline_7b", "attnres_block_7b", "dar_block_7b")] == list(sparse)
+    middle = re.search(r"needs an estimated ([\d.]+) GiB \(([\d.]+) for its control", README).groups()
+    assert [f"{dry_run(f'midtrain_marin_8b_{kind}')[1]:.2f}" for kind in ("mhar", "plain")] == list(middle)
 
 
 def test_the_compiled_contender_is_compiled():
