@@ -30,8 +30,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from errors import ConfigError
-from eval import choose_device, choose_kernels
+from eval import choose_kernels
 from model import GPT, AttnRes
+from processes import choose_device
 from route_kernels import RUNGS, TritonHistory, choose, depth_read_reference, launched, tokens_of_program
 from train import cast_parameters, choose_dtype, load_config
 

@@ -1,7 +1,7 @@
 """
 What a sublayer is made of, whatever the pathway: Qwen3's attention and FFN (and, with qk_norm=False, tie_embeddings=False
-and rope_scaling, Llama's), a sparse mixture of experts in place of the FFN, the loss over the vocabulary, and the drawing of
-tokens. Nothing here knows about depth.
+and rope_scaling, Llama's), a sparse mixture of experts in place of the FFN, and the loss over the vocabulary.
+Nothing here knows about depth.
 
 A sublayer is a module f(x, ctx) with x (B, T, C): its own pre-norm, then the branch. It counts its FLOPs and what it keeps
 for backward. Letters: B batch, T time, P = B T tokens, C width, D head_dim, E experts, F hidden width, V vocabulary.
@@ -47,8 +47,9 @@ class Context(NamedTuple):
 class KVCache:
     """Keys and values of the tokens read so far, per attention sublayer."""
 
-    def __init__(self):
+    def __init__(self, pad=None):
         self.length = 0                   # tokens read by the whole model
+        self.pad = pad                    # (B,): how many tokens at the left of each row are padding; None = none
         self.kv = {}                      # attention sublayer -> (k, v), each (B, n_kv_head, length, D)
 
     def extend(self, sublayer, k, v):
@@ -66,6 +67,16 @@ def documents(idx, eot):
     starts, at = idx == eot, torch.arange(idx.shape[1], device=idx.device)
     number, first = starts.cumsum(1), torch.where(starts, at, 0).cummax(1).values
     return (number[:, :, None] == number[:, None, :]).tril().unsqueeze(1), at - first
+
+
+def padded(pad, start, stop):
+    """
+    Of tokens start .. stop of rows that begin with `pad` (B,) tokens of padding: what each may attend to (B, 1, T, stop), and its
+    position (B, T). Padding sees itself, as a softmax over nothing is no number; nobody else sees it.
+    """
+    key, query = torch.arange(stop, device=pad.device), torch.arange(start, stop, device=pad.device)[:, None]
+    real = (key >= pad[:, None, None]) & (key <= query)
+    return (real | (key == query)).unsqueeze(1), (query.mT - pad[:, None]).clamp(min=0)
 
 
 def rope_tables(config):
@@ -106,7 +117,7 @@ class Attention(nn.Module):
 
     def forward(self, x, ctx):                                                 # x (B, T, C)
         x = self.norm(x)
-        q, k, v = (proj(x).unflatten(-1, (-1, self.head_dim)) for proj in (self.q_proj, self.k_proj, self.v_proj))
+        q, k, v = (proj(x).view(*x.shape[:-1], -1, self.head_dim) for proj in (self.q_proj, self.k_proj, self.v_proj))
         q, k, v = self.q_norm(q).transpose(1, 2), self.k_norm(k).transpose(1, 2), v.transpose(1, 2)
         q, k = rotate(q, ctx.cos, ctx.sin), rotate(k, ctx.cos, ctx.sin)        # (B, heads, T, D)
         if ctx.cache is not None:
@@ -286,18 +297,3 @@ def token_losses(h, weight, targets, z_loss=0.0):
     if len(h) <= rows:
         return losses(h, targets)
     return torch.cat([checkpoint(losses, *part, use_reentrant=False) for part in zip(h.split(rows), targets.split(rows))])
-
-
-def draw(logits, temperature, top_k, top_p, generator):
-    """One token per row of logits (B, V) -> (B,). Ties at temperature 0 go to the lowest id."""
-    if temperature == 0:
-        return logits.argmax(-1)
-    if top_k:
-        kth = logits.topk(min(top_k, logits.shape[-1])).values[:, -1:]
-        logits = logits.masked_fill(logits < kth, -torch.inf)
-    p = ((logits - logits.amax(-1, keepdim=True)) / temperature).softmax(-1)
-    if top_p is not None and top_p < 1:
-        ordered, order = p.sort(dim=-1, descending=True, stable=True)
-        ordered[ordered.cumsum(-1) - ordered >= top_p] = 0         # keep the smallest set that reaches top_p
-        p = torch.zeros_like(p).scatter(-1, order, ordered)
-    return torch.multinomial(p, 1, generator=generator).squeeze(-1)

@@ -21,6 +21,7 @@ a read may choose from; a *depth block* is `sites_per_block` consecutive sites w
 Letters: B batch, T time, C width, L layers, N sources, H routing heads, K = C/H, D head_dim of token attention.
 """
 
+import contextlib
 from dataclasses import dataclass, fields
 
 import torch
@@ -29,8 +30,8 @@ import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
 import route_kernels
-from body import (FFN, Attention, Context, KVCache, Linear, MoE, RMSNorm, documents, draw, rope_tables,
-                  token_losses)
+import sampling
+from body import FFN, Attention, Context, Linear, MoE, RMSNorm, documents, padded, rope_tables, token_losses
 from checkpoints import load_checkpoint
 from errors import ConfigError, nearest
 
@@ -713,19 +714,31 @@ class GPT(nn.Module):
         if stop > self.config.seq_len:
             raise ConfigError(f"{stop} tokens do not fit the context of {self.config.seq_len} (seq_len)")
         cos, sin, mask = self.cos[start:stop], self.sin[start:stop], None
-        if self.eot is not None and cache is None:
-            mask, position = documents(idx, self.eot)
+        if cache is not None and cache.pad is not None or cache is None and self.eot is not None:
+            mask, position = documents(idx, self.eot) if cache is None else padded(cache.pad, start, stop)
             cos, sin = self.cos[position].unsqueeze(1), self.sin[position].unsqueeze(1)
         ctx = Context(cos, sin, mask, cache, aux)
         x = self.dropout(self.embed(idx))
-        state = self.pathway.start(x if self.compute_dtype is None else x.to(self.compute_dtype))
-        for site, f in enumerate(self.sublayers):
-            h, carry = self.pathway.read(state, site)
-            y = checkpoint(f, h, ctx, use_reentrant=False) if self.checkpoint and self.training else f(h, ctx)
-            state = self.pathway.write(state, y, site, carry)
+        few = cache is not None and idx.shape[1] == 1 and not torch.is_grad_enabled()
+        with self.reading(route_kernels.SAMPLING if few else self.pathway.rung):
+            state = self.pathway.start(x if self.compute_dtype is None else x.to(self.compute_dtype))
+            for site, f in enumerate(self.sublayers):
+                h, carry = self.pathway.read(state, site)
+                y = checkpoint(f, h, ctx, use_reentrant=False) if self.checkpoint and self.training else f(h, ctx)
+                state = self.pathway.write(state, y, site, carry)
+            h = self.pathway.readout(state)
         if cache is not None:
             cache.length = stop
-        return self.norm(self.pathway.readout(state))
+        return self.norm(h)
+
+    @contextlib.contextmanager
+    def reading(self, rung):
+        """Inside, depth is read with this Rung of route_kernels."""
+        own, self.pathway.rung = self.pathway.rung, rung
+        try:
+            yield
+        finally:
+            self.pathway.rung = own
 
     def forward(self, idx, targets=None, reduction="mean", z_loss=0.0):
         """
@@ -749,65 +762,24 @@ class GPT(nn.Module):
         (which delta has not), summing to 1 over N. Empty for a pathway that does not attend over depth. Without dropout.
         """
         self.pathway.recorder = found = []
-        was_training, rung = self.training, self.pathway.rung
-        self.pathway.rung = route_kernels.RUNGS["reference"]
+        was_training = self.training
         try:
-            self.eval().hidden(idx)
+            with self.reading(route_kernels.RUNGS["reference"]):
+                self.eval().hidden(idx)
         finally:
-            self.pathway.recorder, self.pathway.rung = None, rung
+            self.pathway.recorder = None
             self.train(was_training)
         return found
 
     # ---- sampling
 
-    @torch.no_grad()
-    def stream(self, idx, max_new_tokens, temperature=1.0, top_k=None, top_p=None, n_vocab=None, generator=None,
-               use_cache=True):
-        """
-        Yield up to max_new_tokens tensors (B,), the tokens that follow idx (B, T), T >= 1.
+    def stream(self, idx, max_new_tokens, **settings):
+        """Yield up to max_new_tokens tensors (B,), the tokens that follow idx (B, T). `sampling.stream` has the settings."""
+        return sampling.stream(self, idx, max_new_tokens, **settings)
 
-        temperature 0 takes the likeliest token; top_k (None or 0 = off) and top_p in (0, 1] cut the tail; ids from n_vocab
-        on (rows that pad the embedding) are never drawn. Of a prompt longer than seq_len the newest seq_len tokens are
-        read. When the context is full, the newest seq_len // 2 tokens are read again and sampling goes on from there.
-        The model must be in evaluation mode.
-        """
-        if self.training and self.config.dropout:
-            raise ConfigError("sampling with dropout: call model.eval() first")
-        n_vocab = n_vocab or self.config.vocab_size
-        if idx.shape[1] == 0:
-            raise ConfigError("the prompt is empty: start from the tokenizer's end-of-text id")
-        if not 0 <= temperature < float("inf"):
-            raise ConfigError(f"temperature must be a number, at least 0, not {temperature}")
-        if top_k is not None and top_k < 0:
-            raise ConfigError(f"top_k must not be negative, not {top_k} (0 or None = off)")
-        if top_p is not None and not 0 < top_p <= 1:
-            raise ConfigError(f"top_p must be in (0, 1], not {top_p}")
-        def document(context):
-            """From the last end of text on that all rows have."""
-            ends = [] if self.eot is None else (context == self.eot).all(0).nonzero().flatten().tolist()
-            return context[:, ends[-1]:] if ends else context
-
-        context = document(idx[:, -self.config.seq_len:])
-        unread, cache = context, KVCache()
-        for _ in range(max_new_tokens):
-            h = self.hidden(unread, cache) if use_cache else self.hidden(context)
-            logits = self.lm_head(h[:, -1])[:, :n_vocab]
-            if not torch.isfinite(logits).all():
-                raise ConfigError(f"non-finite logits at position {context.shape[1] - 1}: the checkpoint is broken")
-            token = draw(logits.to(torch.promote_types(logits.dtype, torch.float32)), temperature, top_k, top_p, generator)
-            yield token
-            context = torch.cat((context, token[:, None]), dim=1)
-            unread = token[:, None]
-            kept = document(context)
-            if kept.shape[1] > self.config.seq_len:
-                kept = kept[:, -max(1, self.config.seq_len // 2):]
-            if kept.shape[1] < context.shape[1]:
-                context = unread = kept
-                cache = KVCache()
-
-    def generate(self, idx, max_new_tokens, **sampling):
-        """idx (B, T) followed by max_new_tokens tokens, (B, T + max_new_tokens). Arguments of `stream`."""
-        return torch.cat((idx, *(token[:, None] for token in self.stream(idx, max_new_tokens, **sampling))), dim=1)
+    def generate(self, idx, max_new_tokens, **settings):
+        """idx (B, T) followed by max_new_tokens tokens, (B, T + max_new_tokens)."""
+        return torch.cat((idx, *(token[:, None] for token in self.stream(idx, max_new_tokens, **settings))), dim=1)
 
     # ---- counts and descriptions
 

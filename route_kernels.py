@@ -49,6 +49,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
 try:
@@ -483,6 +484,46 @@ class History:
                             for j, (key, _) in enumerate(self.roles)])
 
 
+class TokenHistory:
+    """
+    `History` for a few tokens at a time and no backward, as in sampling, where the number of operations is what counts: a
+    source is normalised when it is written, and a read is one call of torch's attention. With m the norm of a key,
+    <query, gain * key> / sqrt(m^2 / C + eps) = <sqrt(C) query * gain, key / hypot(m, sqrt(C eps))>.
+    """
+
+    def __init__(self, rung, query, gain, heads, eps, key_stream=(0,), value_stream=(0,), sites_per_block=1):
+        self.R, self.S, self.C = query.shape
+        self.qg = query_gain(query, gain[:, None], heads) * self.C ** 0.5              # (R, S, H, K)
+        self.floor = self.qg.new_full((), (self.C * eps) ** 0.5)
+        self.roles = [None if streams == tuple(range(self.S)) else list(streams) for streams in (key_stream, value_stream)]
+        self.closed, self.keys = [], None
+
+    def append(self, source):
+        self.put(source)
+        self.closed.append(source)
+
+    def put(self, source):
+        """Write a source, one tensor (B, T, C) a stream, behind the closed ones."""
+        n, x = len(self.closed), torch.stack(source) if self.S > 1 else source[0]
+        if self.keys is None:
+            _, S, H, K = self.qg.shape
+            self.shape, self.dtype, P = source[0].shape, x.dtype, source[0].numel() // self.C
+            self.qg = self.qg.unsqueeze(2).expand(-1, S, P, H, K).reshape(-1, S * P, H, 1, K)
+            self.keys, self.values = self.qg.new_empty(2, S * P, H, self.R + 1, K)     # at most R sources and an open block
+        k, v = (x if order is None else x[order] for order in self.roles)
+        norm = torch.linalg.vector_norm(k, dim=-1, keepdim=True, dtype=self.qg.dtype).hypot(self.floor)
+        rows = self.keys[:, :, n], self.values[:, :, n]                                # (S P, H, K)
+        torch.div(k.view(rows[0].shape), norm.view(-1, 1, 1), out=rows[0])
+        rows[1].copy_(v.view(rows[1].shape))
+
+    def read(self, site, open_block=None):
+        if open_block is not None:
+            self.put(open_block)
+        n = len(self.closed) + (open_block is not None)
+        out = F.scaled_dot_product_attention(self.qg[site], self.keys[:, :, :n], self.values[:, :, :n], scale=1.0)
+        return out.view(self.S, *self.shape).to(self.dtype).unbind()
+
+
 class TritonHistory:
     """
     `History` with the kernels. Sources live in one bank; row s is what was written last when site s reads, closed or open.
@@ -634,6 +675,7 @@ class Rung(NamedTuple):
 
 RUNGS = {"reference": Rung(History, depth_read_reference), "lean": Rung(History, depth_read_lean, read_ahead_lean),
          "triton": Rung(TritonHistory)}
+SAMPLING = Rung(TokenHistory)             # which sampling takes for single tokens, whatever the rung of the model
 
 
 def choose(name, device, dtype):

@@ -33,7 +33,6 @@ from pathlib import Path
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
@@ -43,9 +42,10 @@ from tqdm import tqdm
 from body import LOGITS_AT_ONCE, MoE
 from checkpoints import MOMENTS, file_of, pack_tokenizer, read, restore, save_checkpoint, write_atomically
 from errors import ConfigError, DataError, RunError, nearest
-from eval import batch, choose_device, choose_kernels, val_windows, window_losses
+from eval import batch, choose_kernels, val_windows, window_losses
 from model import GPT, ModelConfig
 from prepare_data import TokenBin
+from processes import Processes, choose_device
 from route_kernels import RUNGS
 
 
@@ -277,50 +277,7 @@ def changes_since(state, config, path, going_on):
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# processes and devices
-
-
-class Processes:
-    """The processes of the run as torchrun made them (one without it)."""
-
-    def __init__(self, device):
-        self.rank, self.world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-        self.device = torch.device(device)
-        if device == "cuda":
-            self.device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
-            torch.cuda.set_device(self.device)
-        self.control = None
-        if "RANK" in os.environ:
-            try:
-                dist.init_process_group("nccl" if device == "cuda" else "gloo")
-                dist.all_reduce(torch.ones((), device=self.device))       # here, and not hours later, it shows if they cannot
-            except (RuntimeError, ValueError) as e:
-                where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
-                raise ConfigError(f"the processes cannot meet at {where} ({str(e).splitlines()[0][:150]}): "
-                                  "choose another port with torchrun --master_port=N, or use --standalone") from None
-            self.control = dist.new_group(backend="gloo")                 # agreements that must not wait for the GPU
-
-    def any(self, flag):
-        """True on all processes if it is on one."""
-        if self.control is None:
-            return flag
-        t = torch.tensor(int(flag))
-        dist.all_reduce(t, op=dist.ReduceOp.MAX, group=self.control)
-        return bool(t)
-
-    def sum(self, tensor):
-        """Over all processes, in place."""
-        if self.control is not None:
-            dist.all_reduce(tensor, group=self.control if tensor.device.type == "cpu" else None)
-        return tensor
-
-    def barrier(self):
-        if self.control is not None:
-            dist.barrier(group=self.control)
-
-    def close(self):
-        if self.control is not None:
-            dist.destroy_process_group()
+# parameters and precision
 
 
 def cast_parameters(model, dtype):

@@ -18,11 +18,13 @@ import torch
 import analyze
 import train
 from bpe import SOURCES, save_bpe
-from eval import choose_device, main, text_losses, val_windows, window_losses
+from eval import in_sight, main, paired, text_losses, val_windows, window_losses
 from helpers import random_model, tiny_config, tokens
 from model import GPT, PATHWAYS, ConfigError, load_checkpoint
+from test_ddp import torchrun
 from errors import DataError
 from prepare_data import TokenBin, prepare
+from processes import choose_device
 from tokenizer import load_tokenizer
 
 ROOT = Path(__file__).parents[1]
@@ -123,7 +125,7 @@ def test_loss_is_the_direct_mean_for_any_batch_size(style, corpus, checkpoint, e
         assert row["loss"] == pytest.approx(total / (7 * T), rel=1e-10)
         assert row["perplexity"] == pytest.approx(math.exp(total / (7 * T)), rel=1e-8)
         assert row["bits_per_byte"] == pytest.approx(total / math.log(2) / n_bytes, rel=1e-10)
-        assert {k: v for k, v in row.items() if k not in ("loss", "perplexity", "bits_per_byte")} == {
+        assert {k: v for k, v in row.items() if k not in ("loss", "perplexity", "bits_per_byte", "by_position")} == {
             "checkpoint": path, "step": 7, "weights": "model", "data": str(folder / "val.bin"), "tokens": 7 * T,
             "bytes": n_bytes, "context": T, "stride": T}
     row, = evaluated("loss", path)                                         # all windows
@@ -136,11 +138,58 @@ def test_table_says_what_the_numbers_rest_on(corpus, tmp_path, evaluated, capsys
     capsys.readouterr()                                                    # what the preparation said
     rows = evaluated("loss", *paths)
     assert [r["context"] for r in rows] == [8, 16] and rows[0]["loss"] != rows[1]["loss"]
-    header, *lines = capsys.readouterr().out.splitlines()
+    header, *lines = capsys.readouterr().out.split("\n\n")[0].splitlines()
     assert len(lines) == 2
     for line, row in zip(lines, rows):
         cells = {key: line[header.index(key):].split()[0] for key in header.split()}
-        assert cells == {k: f"{v:.4f}" if isinstance(v, float) else str(v) for k, v in row.items()}
+        assert cells == {k: f"{v:.4f}" if isinstance(v, float) else str(v) for k, v in row.items() if k not in ("by_position", "against_first")}
+    assert rows[1]["against_first"] is None                                # its windows are others
+
+
+def test_checkpoints_are_compared_window_by_window(corpus, tmp_path, evaluated, capsys):
+    folder = corpus()
+    models = [byte_model(seed) for seed in (0, 1, 0)]
+    paths = [save(tmp_path / f"{i}.pt", model, data_dir=folder) for i, model in enumerate(models)]
+    rows = evaluated("loss", *paths, "--tokens", 9 * T)
+    data = TokenBin(folder, "val")
+    windows = val_windows(data, T, 9 * T)
+    losses = [[np.mean([surprise(model, w[:i].tolist()) for i in range(2, T + 2)]) for w in data.windows(windows, T)] for model in models[:2]]
+    d = np.subtract(losses[1], losses[0])
+    error = math.sqrt(sum((d - d.mean()) ** 2) / 8 / 9)
+    found = rows[1]["against_first"]
+    assert found == pytest.approx({"difference": d.mean(), "standard_error": error, "low": d.mean() - 1.96 * error,
+                                   "high": d.mean() + 1.96 * error, "n": 9}, rel=1e-9)
+    assert rows[1]["loss"] - rows[0]["loss"] == pytest.approx(found["difference"]) and "against_first" not in rows[0]
+    assert rows[2]["against_first"] == paired([0] * 9, [0] * 9) and f"{found['low']:.4f}" in capsys.readouterr().out
+
+
+def test_losses_by_what_is_in_sight(corpus, checkpoint, evaluated):
+    """Against a loop over tokens; documents end inside of windows."""
+    folder, model = corpus(), byte_model()
+    row, = evaluated("loss", checkpoint(model, data_dir=folder), "--tokens", 12 * T, "--batch_size", 5)
+    expected = {}
+    data = TokenBin(folder, "val")
+    for window in data.windows(val_windows(data, T, 12 * T), T).tolist():
+        for i in range(1, T + 1):
+            before = window[:i]
+            seen = before[::-1].index(BYTE.eot) if BYTE.eot in before else i
+            name = "0" if seen == 0 else next(f"{2 ** k}-{2 ** (k + 1) - 1}" if k else "1" for k in range(9) if seen < 2 ** (k + 1))
+            expected.setdefault(name, []).append(surprise(model, window[:i + 1]))
+    assert len(expected) > 4 and row["by_position"].keys() == expected.keys()
+    for name, losses in expected.items():
+        assert row["by_position"][name] == pytest.approx({"loss": sum(losses) / len(losses), "tokens": len(losses)}, rel=1e-9)
+    x = torch.tensor([[5, 256, 7, 7, 256, 256, 1]])
+    assert in_sight(x, 256).tolist() == [[1, 0, 1, 2, 0, 0, 1]]
+
+
+def test_many_processes_print_the_numbers_of_one(corpus, tmp_path, evaluated):
+    folder = corpus()
+    paths = [save(tmp_path / f"{i}.pt", byte_model(i).float(), data_dir=folder) for i in range(2)]
+    one = evaluated("loss", *paths, "--batch_size", 3)
+    for n in (2, 3):
+        code, output = torchrun("eval.py", "loss", *paths, "--batch_size=3", f"--json={tmp_path / 'n.json'}", n=n)
+        assert code == 0 and output.count("loss by tokens") == 1, output
+        assert json.loads((tmp_path / "n.json").read_text()) == one       # to the last bit
 
 
 def test_data_dir_names_other_data_of_the_same_tokenizer_only(corpus, checkpoint, evaluated, tmp_path):
@@ -192,8 +241,9 @@ def test_text_losses_against_one_token_at_a_time(n, stride):
         assert i < start + T
         expected.append(surprise(model, text[start:i + 2]))
     for batch_size in (1, 3, 8):
-        found = text_losses(model, ids, BYTE.eot, stride, batch_size, "cpu").tolist()
-        assert found == pytest.approx(expected, rel=1e-10)
+        found, seen = text_losses(model, ids, BYTE.eot, stride, batch_size, "cpu")
+        assert found.tolist() == pytest.approx(expected, rel=1e-10)
+        assert seen.tolist() == [i - max(0, math.ceil((i + 1 - T) / stride)) * stride + (i + 1 > T) for i in range(n)]
 
 
 @pytest.mark.parametrize("style", ["byte", "gpt2", "llama3"])
@@ -204,7 +254,7 @@ def test_bits_per_byte_are_those_of_the_text(style, tmp_path, checkpoint, evalua
     assert any("\ufffd" in tokenizer.decode([i]) for i in ids)             # ids that are parts of characters
     (tmp_path / "a.txt").write_bytes(b"\xef\xbb\xbf" + TEXT.encode())
     (tmp_path / "b.txt").write_text("x")
-    losses = text_losses(model, ids, tokenizer.eot, 4, 1, "cpu")
+    losses, _ = text_losses(model, ids, tokenizer.eot, 4, 1, "cpu")
     files = tmp_path / "a.txt", tmp_path / "b.txt"
     long, short = evaluated("text", checkpoint(model, tokenizer), *files, "--stride", 4)
     assert (long["bytes"], long["tokens"]) == (len(TEXT.encode()), len(ids))
@@ -219,8 +269,7 @@ def test_perplexity_of_a_uniform_model_is_the_vocabulary(corpus, tmp_path, check
     model = chain([])
     (tmp_path / "a.txt").write_text("any text of some length")
     path = checkpoint(model, data_dir=corpus())
-    row, = evaluated("text", path, tmp_path / "a.txt")
-    for row in (row, *evaluated("loss", path)):
+    for row in (*evaluated("text", path, tmp_path / "a.txt"), *evaluated("loss", path)):
         assert row["perplexity"] == pytest.approx(257, rel=1e-5)
         assert row["loss"] == pytest.approx(math.log(257), rel=1e-6)
     assert evaluated("text", path, tmp_path / "a.txt")[0]["bits_per_byte"] == pytest.approx(math.log2(257), rel=1e-6)
@@ -243,8 +292,8 @@ def test_text_that_cannot_be_scored(content, message, tmp_path, checkpoint):
     ("sample", "temperature", math.nan, "temperature must be a number, at least 0, not nan"),
     ("sample", "top_k", -1, "top_k must not be negative"),
     ("sample", "top_p", 0, "top_p must be in"), ("sample", "top_p", 1.5, "top_p must be in"),
-    ("sample", "max_new_tokens", 0, "--max_new_tokens and --num_samples must be at least 1"),
-    ("sample", "num_samples", -1, "--max_new_tokens and --num_samples must be at least 1"),
+    ("sample", "max_new_tokens", 0, "--max_new_tokens must be at least 1, not 0"),
+    ("sample", "num_samples", -1, "--num_samples must be at least 1, not -1"),
     ("loss", "device", "gpu", "unknown device='gpu'; known: auto, cpu, cuda, mps")])
 def test_options_that_cannot_work_are_named(command, option, value, message, corpus, checkpoint, tmp_path):
     path = checkpoint(byte_model(), data_dir=corpus())
@@ -304,7 +353,7 @@ def test_characters_are_printed_whole_and_end_of_text_stops(checkpoint, evaluate
     monkeypatch.setattr(sys, "stdout", out := Pieces())
     row, = evaluated("sample", checkpoint(chain_of("aé€😀!")), "--prompt", "a", "--temperature", 0)
     assert out.getvalue() == "aé€😀!\n" and [p for p in out.pieces if p] == ["a", "é", "€", "😀", "!", "\n"]
-    assert row == {"prompt": "a", "text": "é€😀!", "tokens": 11, "seed": 0, "ended": True}
+    assert row == {"prompt": "a", "text": "é€😀!", "prompt_tokens": 1, "tokens": 11, "seed": 0, "ended": True}
 
 
 def test_a_character_left_unfinished_is_marked(checkpoint, evaluated, capsys):
@@ -338,7 +387,7 @@ def test_prompt_longer_than_the_context(checkpoint, evaluated, capsys):
     for length in (T - 1, T, T + 1, T + 4):
         row, = evaluated("sample", path, "--prompt", prompt[:length], "--temperature", 0, "--max_new_tokens", 40)
         assert row["text"] == ("abcdefghijklmnopqrstuvwxyz" * 3)[length:length + 40]
-        notice = f"the prompt has {length} tokens, the context {T}: the newest are read" in capsys.readouterr().err
+        notice = f"a prompt has {length} tokens, the context {T}: the newest are read" in capsys.readouterr().err
         assert notice == (length > T)
 
 
@@ -348,6 +397,62 @@ def test_seeds(checkpoint, evaluated):
     a, b = (evaluated("sample", path, *options, "--seed", 5) for _ in range(2))
     assert a == b and [r["seed"] for r in a] == [5, 6, 7] and len({r["text"] for r in a}) == 3
     assert evaluated("sample", path, *options[:4], "--seed", 6) == [a[1]]
+
+
+def test_prompts_of_a_file(checkpoint, evaluated, tmp_path, capsys):
+    """Each as if alone, whatever is in its batch; text and JSON lines."""
+    path = checkpoint(byte_model())
+    prompts = ["def main(", "é", "x" * 40, "a\u2028b"]
+    (tmp_path / "p.jsonl").write_text("\n".join(json.dumps(p if i % 2 else {"prompt": p}) for i, p in enumerate(prompts)) + "\n\n")
+    options = ["--max_new_tokens", 25, "--num_samples", 2, "--seed", 3]
+    rows = evaluated("sample", path, "--prompts", tmp_path / "p.jsonl", *options, "--batch_size", 3)
+    out = capsys.readouterr()
+    assert [(r["prompt"], r["seed"]) for r in rows] == [(p, seed) for p in prompts for seed in (3, 4)]
+    assert all(r["prompt"] + r["text"] in out.out for r in rows) and "tokens/s]" in out.err
+    assert "up to 65 tokens for a context of 16: whenever it is full, its newest half goes on" in out.err
+    for i, prompt in enumerate(prompts):
+        assert evaluated("sample", path, "--prompt", prompt, *options, "--batch_size", 1) == rows[2 * i:2 * i + 2]
+    (tmp_path / "p.txt").write_text("one\n\ntwo \n", encoding="utf-8")
+    assert [r["prompt"] for r in evaluated("sample", path, "--prompts", tmp_path / "p.txt")] == ["one", "two "]
+
+
+def test_a_batch_of_samples_ends_when_all_have(checkpoint, evaluated, tmp_path):
+    (tmp_path / "p.txt").write_text("a\nabcdef\nabc\n")
+    rows = evaluated("sample", checkpoint(chain_of("abcdefgh")), "--prompts", tmp_path / "p.txt", "--temperature", 0)
+    assert [(r["text"], r["tokens"], r["ended"]) for r in rows] == [("bcdefgh", 8, True), ("gh", 3, True), ("defgh", 6, True)]
+
+
+def test_typed_prompts(checkpoint, monkeypatch, capsys):
+    typed = iter(["a", "abcd", ""])
+    monkeypatch.setattr("builtins.input", lambda shown: next(typed))
+    main(["sample", checkpoint(chain_of("abcdef")), "--interactive", "--temperature", "0"])
+    out = capsys.readouterr().out
+    assert "\nabcdef\nabcdef\n" in out and next(typed, None) is None
+    monkeypatch.setattr("builtins.input", lambda shown: (_ for _ in ()).throw(EOFError))
+    main(["sample", checkpoint(chain_of("abcdef")), "--interactive"])
+
+
+@pytest.mark.parametrize("name, content, message", [
+    ("p.txt", "\n \n", "p.txt holds no prompts"), ("p.jsonl", '"a"\n{', "p.jsonl:2: not JSON"),
+    ("p.jsonl", '{"text": "a"}', 'p.jsonl:1: neither a string nor {"prompt": a string}'), ("p.jsonl", "3", "p.jsonl:1: neither")])
+def test_prompts_that_are_none(name, content, message, checkpoint, tmp_path):
+    (tmp_path / name).write_text(content)
+    with pytest.raises(DataError, match=message):
+        main(["sample", checkpoint(byte_model()), "--prompts", str(tmp_path / name)])
+    with pytest.raises(ConfigError, match="give one of --prompt, --prompts and --interactive"):
+        main(["sample", checkpoint(byte_model()), "--prompts", "x", "--prompt", "y"])
+
+
+def test_both_kinds_of_windows_are_named(checkpoint, evaluated, tmp_path, capsys):
+    (tmp_path / "a.txt").write_text("some text that is longer than one window of sixteen tokens")
+    rows = evaluated("text", checkpoint(byte_model()), tmp_path / "a.txt")
+    assert [(r["windows"], r["stride"]) for r in rows] == [("disjoint", T), ("sliding", T // 2)]
+    for stride, row in ((T, rows[0]), (T // 2, rows[1])):
+        alone, = evaluated("text", checkpoint(byte_model()), tmp_path / "a.txt", "--stride", stride, "--batch_size", 2)
+        assert alone == row or alone["loss"] == pytest.approx(row["loss"], rel=1e-12)
+        assert sum(b["tokens"] for b in row["by_position"].values()) == row["tokens"]
+        assert sum(b["tokens"] * b["loss"] for b in row["by_position"].values()) == pytest.approx(row["tokens"] * row["loss"])
+    assert "0" in rows[1]["by_position"] and rows[1]["by_position"]["8-15"]["tokens"] > rows[0]["by_position"]["8-15"]["tokens"]
 
 
 @pytest.mark.parametrize("options, varied", [
@@ -436,7 +541,7 @@ def test_ema_weights(tmp_path, checkpoint, evaluated):
     (tmp_path / "a.txt").write_text("text")
     rows = [evaluated("text", path, tmp_path / "a.txt", "--weights", weights)[0] for weights in ("model", "ema")]
     for row, m in zip(rows, (model, average)):
-        expected = text_losses(m, BYTE.encode("text"), BYTE.eot, T, 1, "cpu").mean().item()
+        expected = text_losses(m, BYTE.encode("text"), BYTE.eot, T, 1, "cpu")[0].mean().item()
         assert row["loss"] == pytest.approx(expected, rel=1e-10)
     assert [r["weights"] for r in rows] == ["model", "ema"] and rows[0]["loss"] != rows[1]["loss"]
 

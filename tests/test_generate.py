@@ -4,7 +4,12 @@ import pytest
 import torch
 
 from helpers import random_model, rel_rms, tokens
-from model import PATHWAYS, ConfigError, KVCache, draw
+import sampling as sampling_file
+from body import KVCache
+from errors import ConfigError
+from model import PATHWAYS
+from route_kernels import RUNGS
+from sampling import draw
 
 SEQ_LEN = 12
 
@@ -85,6 +90,42 @@ def test_rows_of_a_batch_do_not_touch_each_other():
     model, idx = sampler(), tokens(2, 5)
     assert torch.equal(model.generate(idx, 20, temperature=0),
                        torch.cat([model.generate(row[None], 20, temperature=0) for row in idx]))
+
+
+FORMS = {residual: dict(residual=residual) for residual in PATHWAYS} | {
+    "attnres blocks": dict(residual="attnres", sites_per_block=3), "dar blocks": dict(residual="dar", sites_per_block=4, route_heads=3),
+    "delta blocks": dict(residual="delta", sites_per_block=2, route_heads=4, delta_gate=True),
+    "delta recursive": dict(residual="delta", sites_per_block=2, delta_entries="recursive", delta_gate=True),
+    "experts": dict(residual="mhar", moe_n_expert=4, moe_d_ff=16, moe_n_shared=1)}
+
+
+@pytest.mark.parametrize("ends", [False, True], ids=["", "documents"])
+@pytest.mark.parametrize("form", FORMS)
+def test_unequal_prompts_are_read_as_if_alone(form, ends, monkeypatch):
+    """Shorter and longer than the context, which each fills at its own time, and read in pieces; with seeds of their own."""
+    monkeypatch.setattr(sampling_file, "CHUNK", 5)
+    model = sampler(n_layer=3, **FORMS[form])
+    prompts = [tokens(1, length, seed=length)[0] for length in (1, 5, 12, 30, 7)]
+    if ends:                                                              # the likeliest token, so that documents do end
+        model.eot = torch.cat(list(model.stream(prompts, 20, temperature=0))).mode().values.item()
+    for settings in (dict(temperature=0), dict(temperature=1.5, top_k=8)):
+        alone = [torch.cat(list(model.stream(p[None], 20, generator=seeded(len(p)), **settings))) for p in prompts]
+        found = torch.stack(list(model.stream(prompts, 20, generator=[seeded(len(p)) for p in prompts], **settings)), 1)
+        assert torch.equal(found, torch.stack(alone))
+        assert not ends or (found == model.eot).any()
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_single_tokens_are_read_like_many(form):
+    """The histories of sampling against those of training: all steps of a batch of rows, in float64 and in bfloat16."""
+    model, idx = sampler(n_layer=3, **FORMS[form]), tokens(3, SEQ_LEN)
+    with torch.no_grad():
+        expected = model(idx)[0]
+        for dtype in (torch.float64, torch.bfloat16):
+            whole, cache = model.to(dtype)(idx)[0], KVCache()
+            found = torch.cat([model.lm_head(model.hidden(token, cache)) for token in idx.split(1, dim=1)], dim=1)
+            assert found.dtype == dtype and rel_rms(found, expected) < max(1e-12, 1.5 * rel_rms(whole, expected))
+    assert model.pathway.rung is RUNGS["lean"]
 
 
 def test_rows_of_a_batch_share_the_generator_but_not_the_draw():
