@@ -2,10 +2,11 @@
 Speed, memory and traffic, side by side in one run. CONFIG is one of configs/; any --key=value of a config works.
 
     python bench.py step CONFIG        whole training steps: tokens/s, ratio to the plain residual, memory
+    python bench.py sample CONFIG      sampling with a cache: tokens/s, ratio to the plain residual and to no cache
     python bench.py kernels CONFIG     all depth reads of a model, forward and backward, without the rest: time and bytes
     python bench.py bytes CONFIG       every load and store of the kernels counted, by what it is for; needs no GPU
 
-`step` and `kernels` go in rounds, in each of which everything runs once, in turn, so that a slow moment of the machine hits
+All but `bytes` go in rounds, in each of which everything runs once, in turn, so that a slow moment of the machine hits
 all of it; a ratio is the median over rounds of (speed) / (speed of the first row in the same round), with the lowest and
 highest. --json FILE puts the rows into FILE, beside those of other commands.
 """
@@ -132,6 +133,32 @@ def bench_step(config, model_config, residuals, rounds, steps):
         rows.append({"residual": name, "kernels": run.model.kernels, **summary("tokens_per_s", speeds[name]),
                      **summary("ratio", ratios), "saved_mib": saved_bytes(run.model, run.x) / 2**20,
                      "peak_mib": peaks[name] and peaks[name] / 2**20, "rounds": rounds, "steps": steps})
+    return rows
+
+
+@torch.no_grad()
+def bench_sample(config, model_config, residuals, rounds, tokens):
+    """-> one dict a pathway: tokens/s of one sample of `tokens` after a prompt of one, and how many times that is without cache."""
+    device = choose_device(config.device)
+    prompt, models = torch.zeros(1, 1, dtype=torch.long, device=device), {}
+    for name in residuals:
+        changed = dataclasses.replace(model_config, residual=name, route_heads=None, sites_per_block=None)
+        models[name] = GPT(changed, config.init_seed).to(device).eval()
+    speeds = {(name, cached): [] for name in models for cached in (True, False)}
+    for number in range(rounds + 1):
+        for (name, cached), found in speeds.items():
+            synchronize(torch.device(device))
+            start = time.perf_counter()
+            models[name].generate(prompt, tokens, use_cache=cached)
+            synchronize(torch.device(device))
+            if number:                                                     # the first round is warm-up
+                found.append(tokens / (time.perf_counter() - start))
+    rows = []
+    for name in residuals:
+        cached, uncached = speeds[name, True], speeds[name, False]
+        rows.append({"residual": name, **summary("tokens_per_s", cached),
+                     **summary("ratio", [a / b for a, b in zip(cached, speeds[residuals[0], True])]),
+                     **summary("over_no_cache", [a / b for a, b in zip(cached, uncached)]), "rounds": rounds, "tokens": tokens})
     return rows
 
 
@@ -421,20 +448,23 @@ def table(rows):
 def main(argv=None):
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
                                      allow_abbrev=False)                   # --residual is a key of the config
-    parser.add_argument("command", choices=("step", "kernels", "bytes"))
+    parser.add_argument("command", choices=("step", "sample", "kernels", "bytes"))
     parser.add_argument("config", metavar="CONFIG")
-    parser.add_argument("--residuals", default="add,attnres,mhar,dar", help="of step (default: add,attnres,mhar,dar)")
+    parser.add_argument("--residuals", default="add,attnres,mhar,dar", help="of step and sample (default: add,attnres,mhar,dar)")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=3, help="per round")
-    parser.add_argument("--tokens", type=int, default=1, help="of bytes; interpreting is slow (default: 1)")
+    parser.add_argument("--tokens", type=int, help="of bytes (default: 1, as interpreting is slow) and of sample (default: 256)")
     parser.add_argument("--json", metavar="FILE")
     args, overrides = parser.parse_known_args(argv)
+    args.tokens = (1 if args.command == "bytes" else 256) if args.tokens is None else args.tokens
     for name in ("rounds", "steps", "tokens"):
         if getattr(args, name) < 1:
             raise ConfigError(f"--{name} must be at least 1, not {getattr(args, name)}")
     config, model_config = load_config([args.config, *overrides])
     if args.command == "step":
         rows = bench_step(config, model_config, args.residuals.split(","), args.rounds, args.steps)
+    elif args.command == "sample":
+        rows = bench_sample(config, model_config, args.residuals.split(","), args.rounds, args.tokens)
     elif args.command == "kernels":
         rows = bench_kernels(config, model_config, args.rounds, args.steps)
     else:

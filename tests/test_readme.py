@@ -94,11 +94,13 @@ def test_bench(config_file, capsys, tmp_path):
     path = tmp_path / "new" / "b.json"
     bench.main(["step", str(config_file), "--rounds=2", "--steps=1", "--residuals=add,mhar,dar", f"--json={path}"])
     bench.main(["kernels", str(config_file), "--rounds=2", "--steps=1", "--residual=mhar", f"--json={path}"])
+    bench.main(["sample", str(config_file), "--rounds=2", "--tokens=20", "--residuals=add,dar", f"--json={path}"])
     bench.main(["bytes", str(config_file), "--residual=mhar", f"--json={path}"])
-    step, kernels, moved = (found["rows"] for found in json.loads(path.read_text()).values())
+    step, kernels, samples, moved = (found["rows"] for found in json.loads(path.read_text()).values())
     assert [r["residual"] for r in step] == ["add", "mhar", "dar"] and step[0]["ratio_median"] == 1.0
     assert all(r["tokens_per_s_low"] <= r["tokens_per_s_median"] <= r["tokens_per_s_high"] for r in step)
     assert step[0]["saved_mib"] < step[1]["saved_mib"] < step[2]["saved_mib"]
+    assert [r["residual"] for r in samples] == ["add", "dar"] and samples[0]["ratio_low"] == 1.0 and samples[1]["over_no_cache_median"] > 0
     assert [r["kernels"] for r in kernels] == ["lean", "reference"]
     total = {r["buffer"]: r["mb_per_token"] for r in moved}
     assert total["total"] > total["bank"] > 0
